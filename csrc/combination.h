@@ -23,6 +23,9 @@ typedef struct {
     fa_dtype dtype; /* of out: fp32, fp16 or bf16 */
     fa_view out;    /* [b, row, h, d] */
     float *lse;     /* [b, h, row] contiguous */
+    /* Of the parts of one call, on a GPU: sinks that the parts lack (fa_problem). */
+    fa_sink_values sinks;
+    fa_sink_rows sink_shift;
 } fa_combination;
 
 #endif

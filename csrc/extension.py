@@ -22,11 +22,12 @@ MSVC_FLAGS = ["/std:c11", "/O2", "/W3", "/EHsc"]
 OWN = {
     2: {
         "cpu/bias_shift.c",
-        "cpu/sinks.c",
+        "cpu/max_logits.c",
         "flex/classify.c",
         "flex/dense.c",
         "gpu/bias_shift.c",
         "gpu/flex_classify.c",
+        "gpu/max_logits.c",
         "gpu/sinks.c",
         "torch/ops_2.c",
         "torch/options.c",

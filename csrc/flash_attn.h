@@ -73,6 +73,19 @@ typedef struct {
     int64_t stride_b, stride_h, stride_row, stride_key;
 } fa_scores;
 
+/* Learned sinks: a number for each head. */
+typedef struct {
+    const void *data; /* [h]; NULL: none */
+    int64_t stride;
+    fa_dtype dtype; /* fp16, bf16, fp32 or fp64 */
+} fa_sink_values;
+
+/* A float for each row. */
+typedef struct {
+    float *data; /* [b, h, rows]; NULL: 0 */
+    int64_t stride_b, stride_h, stride_row;
+} fa_sink_rows;
+
 /* One factor per sequence and key head; data NULL: 1. */
 typedef struct {
     const float *data;
@@ -94,6 +107,12 @@ typedef struct {
     fa_view qv;       /* like q with d_v columns: qv.v joins q.k; absent: nothing joins */
     fa_row_stats lse; /* natural log of the row sums; empty_lse for a row that sees no key */
     float empty_lse;  /* +inf or -inf. The backward takes both. */
+    bool of_3;        /* an op of flash-attn 3 */
+
+    /* Of a forward: one more key for each row, of score sinks[h] and value 0 (row_options.h). A row that sees no other
+     * key has lse sinks[h]. sink_shift was subtracted from the scores of a row, and is subtracted from the sink. */
+    fa_sink_values sinks;
+    fa_sink_rows sink_shift;
 
     /* FA_E4M3: q, k and v are multiplied by these factors. */
     fa_descale q_descale, k_descale, v_descale;

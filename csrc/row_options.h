@@ -1,23 +1,12 @@
-/* What options of flash_attn_func do to rows besides the kernels: learned sinks, and the shift of wholly low biases. */
+/* What options of flash_attn_func do to rows besides the kernels: learned sinks, the largest score of each head, and
+ * the shift of wholly low biases. */
 #ifndef FA_ROW_OPTIONS_H
 #define FA_ROW_OPTIONS_H
 
 #include "flash_attn.h"
 
-/* A number for each head. */
-typedef struct {
-    const void *data; /* [h]; NULL: none */
-    int64_t stride;
-    fa_dtype dtype; /* fp16, bf16, fp32 or fp64 */
-} fa_sink_values;
-
-/* A float for each row. */
-typedef struct {
-    float *data; /* [b, h, rows]; NULL: 0 */
-    int64_t stride_b, stride_h, stride_row;
-} fa_sink_rows;
-
 /* Learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has come before.
+ * The forwards on GPUs add sinks themselves (fa_problem).
  *
  *   lse' = ln (exp(lse) + exp(sink - shift))      out' = out exp(lse - lse')
  *   gradient[h] = sum over rows of exp(sink - shift - lse') (0 - delta),      delta = dout'.out' - dlse'
@@ -30,11 +19,20 @@ typedef struct {
     fa_sink_values sinks;
     fa_view out;
     fa_sink_rows lse, shift;
+    const int32_t *end; /* rows from here on belong to no sequence; NULL: all rows belong to one */
     /* Of the gradient, for which lse is lse': */
     fa_sink_rows delta;
-    const int32_t *end; /* rows from here on belong to no sequence; NULL: all rows belong to one */
-    void *gradient;     /* [h] contiguous, in the dtype of sinks */
+    void *gradient; /* [h] contiguous, in the dtype of sinks */
 } fa_sinks;
+
+/* The largest score of each head. Rows that see no key have the score -inf. */
+typedef struct {
+    int device_idx;
+    int64_t b, h, rows;
+    fa_sink_rows scores; /* of each row the largest */
+    fa_sink_rows shift;  /* was subtracted from the scores of a row */
+    float *largest;      /* [h] contiguous; NaN if a score is NaN */
+} fa_max_logits;
 
 /* The shift of each row of attn_bias: its largest bias, if this is finite and below `least`, and if the sink is not far
  * above it. Else it is 0. */

@@ -319,11 +319,13 @@ def _way_of_mods(
     return Mods(call, is_packed, deterministic, names, shift), tensors
 
 
-def _in_a_graph(q, k, v, scale, lengths, score_mod, mask_mod, sinks, deterministic, wants_max):
+def _in_a_graph(q, k, v, scale, lengths, has_window, score_mod, mask_mod, sinks, deterministic, wants_max):
     """The mods of a call that Dynamo traces: out, lse and max_scores."""
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k, v)]
-    out, lse, max_scores = graph.attend_with_sinks(*views, score_mod, mask_mod, scale, sinks, wants_max, deterministic)
+    out, lse, max_scores = graph.attend_with_sinks(
+        *views, score_mod, mask_mod, scale, sinks, wants_max, deterministic, mods.BLOCK if has_window else 0
+    )
     out = out.transpose(1, 2)
     return (out.squeeze(0), lse.squeeze(0), max_scores) if is_packed else (out, lse, max_scores)
 
@@ -390,7 +392,7 @@ def attend(
             if sinks is not None and shift is not None:  # a gradient of sinks passes this
                 sinks = sinks[:, None] - of_rows
             out, lse, max_scores = _in_a_graph(
-                q, k, v, softmax_scale, lengths, *functions, sinks, deterministic, return_max_logits
+                q, k, v, softmax_scale, lengths, places.has_window, *functions, sinks, deterministic, return_max_logits
             )
         else:
             way, tensors = _way_of_mods(

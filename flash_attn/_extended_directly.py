@@ -18,7 +18,6 @@ from flash_attn._dispatch import transforms_are_active
 from flash_attn._imagined import is_imagined
 from flash_attn._ops import is_freed
 from flash_attn._remembered import remembered
-from flash_attn._sinks import add_sinks
 from flash_attn.flex import attention as flex
 from flash_attn.flex import options as mods
 from flash_attn.flex.block_mask import LISTS, find_blocks
@@ -35,6 +34,11 @@ STAND_INS = {7919: LEN_SHIFT, 104729: LEFT, 1299709: RIGHT, 12.75: CAP}  # numbe
 BLOCK = 128
 FEW_BLOCKS = BLOCK  # so few queries and keys are one block, which needs no list
 
+
+def _is_one_block(len_q, len_kv):
+    return len_q <= FEW_BLOCKS and len_kv <= FEW_BLOCKS
+
+
 # ---- programs of each kind -----------------------------------------------------------------------------------------
 
 
@@ -46,25 +50,25 @@ class _Bindable:
         at = {x.data_ptr(): i for i, x in stand_ins.items()}
         self.tensors = [at[x.data_ptr()] for x in tensors]
         self.names = [NAMES.get(i) for i in self.tensors]
+        self.text = self.program.text
         self.fixed = [x for x in numbers if x not in STAND_INS]
         places = iter(range(NUM_VALUES, NUM_VALUES + len(self.fixed)))
         self.numbers = [STAND_INS[x] if x in STAND_INS else next(places) for x in numbers]
         self.reads_b, self.reads_h = (self.program.reads(op) for op in "bh")
 
     def bind(self, values):
-        """``(program, tensors, numbers)`` of a call."""
+        """``(text of the program, tensors, numbers)`` of a call."""
         value = (values + self.fixed if self.fixed else values).__getitem__
-        return self.program, tuple(map(value, self.tensors)), tuple(map(value, self.numbers))
+        return self.text, tuple(map(value, self.tensors)), tuple(map(value, self.numbers))
+
+    def bound(self, values):
+        """The same with the program itself."""
+        return self.program, *values[1:]
 
 
 def _stand_in(dims, dtype):
     """A tensor with memory of its own, of size 1 where a dimension is not read."""
     return torch.zeros([2 if is_read else 1 for is_read in dims], dtype=dtype, device="cpu")
-
-
-def _kind_of(dims, tensor):
-    """The dimensions and the dtype of a tensor, which may be None."""
-    return None if tensor is None else (tuple(dims), tensor.dtype)
 
 
 @functools.cache
@@ -102,6 +106,11 @@ def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, ha
     return score, mask, sum(1 << i for i in read)
 
 
+@functools.lru_cache(maxsize=256)
+def _sizes_above_1(sizes):
+    return tuple(n != 1 for n in sizes)
+
+
 def _fit_sums(cu_seqlens, q):
     """Are these running sums that torch's functions can read beside q? The kernels check more."""
     return (
@@ -114,9 +123,9 @@ def _fit_sums(cu_seqlens, q):
     )
 
 
-def _dims(x, shape):
-    """Which dimensions of the shape a tensor has, a bool for each; None: it has other sizes."""
-    sizes = x.shape
+@functools.lru_cache(maxsize=256)
+def _dims(sizes, shape):
+    """Which dimensions of the shape a tensor of these sizes has, a bool for each; None: it has other sizes."""
     missing = len(shape) - len(sizes)
     if missing < 0:
         return None
@@ -131,7 +140,8 @@ def _dims(x, shape):
 # ---- blocks of masks -----------------------------------------------------------------------------------------------
 
 
-def _found(mask, bindable, device, shape):
+def _found(bound, bindable, device, shape):
+    mask = bindable.bound(bound)
     b, h, len_q, len_kv = shape
     b, h = b if bindable.reads_b else 1, h if bindable.reads_h else 1
     lists = find_blocks(mask, device, b, h, len_q, len_kv, BLOCK, BLOCK)
@@ -147,7 +157,7 @@ def _blocks_of_window(mask, bindable, shape):
 
 def _blocks(mask, bindable, attn_mask, shape, window, is_packed):
     """The lists of blocks on the CPU."""
-    if (shape[2] <= FEW_BLOCKS and shape[3] <= FEW_BLOCKS) or 0 in shape:
+    if _is_one_block(*shape[2:]) or 0 in shape:
         return None
     if attn_mask is None and not is_packed:
         return _blocks_of_window(mask, bindable, (1, 1, *shape[2:]))
@@ -180,7 +190,7 @@ def _anchor(device):
 
 def _dense_on_gpu(len_q, len_kv, window, device, is_exact):
     """The lists of the blocks of a window, or None."""
-    if not (len_q and len_kv):
+    if not (len_q and len_kv) or _is_one_block(len_q, len_kv):
         return None
     what = len_q, len_kv, window, is_exact
     return _kept_on_gpu(_anchor(device), what, functools.partial(_blocks_of_dense, *what, device))
@@ -204,8 +214,13 @@ def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
 def _places_of_packed(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_exact):
     places = mods.PackedPlaces(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window)
     device = cu_seqlens_q.device
-    lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if total_q and total_kv else None
+    has_lists = not _is_one_block(total_q, total_kv) and total_q and total_kv
+    lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if has_lists else None
     return places.tensors, lists
+
+
+def _is_beside(x, q):
+    return x.is_cpu if q.is_cpu else x.is_cuda and x.get_device() == q.get_device()
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------
@@ -251,27 +266,32 @@ def attend(
     if lengths:
         if not type(lengths[2]) is type(lengths[3]) is int or lengths[0] is None or lengths[0].dim() != 1:
             return None
-        shape, of_kernel = (len(lengths[0]) - 1, q.shape[1], lengths[2], lengths[3]), (1, q.shape[1], len(q), len(k))
+        rows, h, _ = q.shape
+        shape, of_kernel = (len(lengths[0]) - 1, h, lengths[2], lengths[3]), (1, h, rows, len(k))
     else:
-        shape = of_kernel = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+        b, rows, h, _ = q.shape
+        shape = of_kernel = b, h, rows, k.shape[1]
     slopes = bias = mask = shift = None
     if alibi_slopes is not None:
-        slopes = _dims(alibi_slopes, shape[:2])
+        slopes = _dims(alibi_slopes.shape, shape[:2])
         if slopes is None or alibi_slopes.requires_grad or alibi_slopes.dim() == 0:
             return None
         slopes = slopes if alibi_slopes.dim() == 2 else slopes[1:]
     places = blocks = None
     if lengths and not on_cpu:
-        if not _fit_sums(lengths[0], q) or not _fit_sums(lengths[1], q) or len(lengths[0]) != len(lengths[1]):
+        if not _fit_sums(lengths[0], q):
+            return None
+        if lengths[1] is not lengths[0] and (not _fit_sums(lengths[1], q) or len(lengths[0]) != len(lengths[1])):
             return None
         places, blocks = _packed_on_gpu(*lengths[:2], len(q), len(k), (left, right), attn_mask is None)
     elif not on_cpu and (left >= 0 or right >= 0):
         blocks = _dense_on_gpu(*shape[2:], (left, right), q.device, attn_mask is None)
     if attn_bias is not None:
-        bias, dtype = _dims(attn_bias, shape), attn_bias.dtype
-        if bias is None or not dtype.is_floating_point or dtype.itemsize == 1 or 0 in attn_bias.shape:
+        sizes, dtype = attn_bias.shape, attn_bias.dtype
+        bias = _dims(sizes, shape)
+        if bias is None or not dtype.is_floating_point or dtype.itemsize == 1 or 0 in sizes:
             return None
-        if attn_bias.device != q.device or (sinks is not None and not _extended.fit_sinks(sinks, q)):
+        if not _is_beside(attn_bias, q) or (sinks is not None and not _extended.fit_sinks(sinks, q)):
             return None
         is_cut = left < 0 <= right and not lengths and not bias[2]
         if not on_cpu or not flash_attn_2_cuda.biases_are_high(attn_bias, mods.LEAST_BIAS, is_cut):
@@ -284,12 +304,12 @@ def attend(
             if shift is None:
                 return None
     if attn_mask is not None:
-        mask = _dims(attn_mask, shape)
+        mask = _dims(attn_mask.shape, shape)
         if mask is None or attn_mask.dtype != torch.bool or (on_cpu and is_freed(attn_mask)):
             return None  # C looks at the storage, too, but on the CPU torch reads the mask before
     kind = _mods_of_kind(
         torch.float64 if q.dtype == torch.float64 else torch.float32, len(lengths) > 0, softcap > 0, slopes,
-        _kind_of(bias, attn_bias), None if shift is None else _kind_of([n != 1 for n in shift.shape], shift), mask,
+        bias and (bias, dtype), None if shift is None else (_sizes_above_1(shift.shape), shift.dtype), mask,
         left >= 0, right >= 0,
     )  # fmt: skip
     if kind is None:
@@ -306,22 +326,22 @@ def attend(
     bound_mask = None if mask_of is None else mask_of.bind(values)
     if on_cpu and bound_mask is not None:
         blocks = _blocks(bound_mask, mask_of, attn_mask, of_kernel, (causal, *window_size), len(lengths) > 0)
-    programs = [x and (x[0].text, *x[1:]) for x in (score, bound_mask)]
+    of_rows = shift if shift is None or shift.dtype is torch.float32 else shift.float()
+    beside = None if sinks is None and not return_max_logits else of_rows
     if lengths:
         found = flash_attn_2_cuda.direct_varlen_mods(
-            q, k, v, *lengths, *options, None, *programs, blocks, return_max_logits
+            q, k, v, *lengths, *options, None, score, bound_mask, blocks, return_max_logits, sinks, beside
         )
     else:
-        found = flash_attn_2_cuda.direct_mods(q, k, v, *options, *programs, blocks, return_max_logits)
+        found = flash_attn_2_cuda.direct_mods(
+            q, k, v, *options, score, bound_mask, blocks, return_max_logits, sinks, beside
+        )
     if found is None:
         return None
     out, lse, *rest = found
-    of_rows = None if shift is None else shift.float()
-    if sinks is not None:
-        lse = _with_sinks(out, lse, sinks, q, of_rows)
-        if lse is None:
-            return None
     if is_recorded:
+        score = None if score is None else score_of.bound(score)
+        bound_mask = None if bound_mask is None else mask_of.bound(bound_mask)
         call = flex.Call(softmax_scale, score, bound_mask, blocks, return_max_logits)
         names = [] if score_of is None else [*score_of.names]
         names += [None] * (0 if blocks is None else len(LISTS)) + ([] if mask_of is None else mask_of.names)
@@ -332,36 +352,23 @@ def attend(
     if return_lse:
         results.append(lse if shift is None else lse + (of_rows.squeeze(0) if lengths else of_rows))
     if return_max_logits:
-        results.append(_extended.max_logits_of(rest[0] if shift is None else rest[0] + of_rows))
+        results.append(rest[0])
     return tuple(results) if len(results) > 1 else out
-
-
-def _with_sinks(out, lse, sinks, q, shift=None):
-    """lse with sinks, which may be None, and -inf for a row without keys. out is written. None: sinks do not fit."""
-    if flash_attn_2_cuda.add_sinks(out, lse, sinks, shift):
-        return lse
-    if sinks is not None and not _extended.fit_sinks(sinks, q):
-        return None
-    with torch.no_grad():
-        return add_sinks(out, lse, sinks, shift)
 
 
 def _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded):
     """The plain kernels: sinks, and an lse without a gradient."""
+    wants_lse = return_lse or is_recorded
     if lengths:
-        found = flash_attn_2_cuda.direct_varlen_forward(q, k, v, *lengths, *options, block_table)
+        found = flash_attn_2_cuda.direct_varlen_options(q, k, v, *lengths, *options, block_table, sinks, wants_lse)
     else:
-        found = flash_attn_2_cuda.direct_forward(q, k, v, *options)
-    if found is None:
-        return None
+        found = flash_attn_2_cuda.direct_options(q, k, v, *options, sinks, wants_lse)
+    if found is None or not is_recorded:
+        return found
     out, lse = found
-    lse = _with_sinks(out, lse, sinks, q)
-    if lse is None:
-        return None
-    if is_recorded:
-        _, scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
-        scale = float(_extended.interface._as_scale(scale, q))
-        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        way = lengths[2:], 0.0, (scale, causal, left, right, float(softcap)), deterministic
-        out, lse = _extended.record(way, (out, lse, (None,)), sinks, q, k, v, alibi_slopes, block_table, *lengths[:2])
+    _, scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
+    scale = float(_extended.interface._as_scale(scale, q))
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    way = lengths[2:], 0.0, (scale, causal, left, right, float(softcap)), deterministic
+    out, lse = _extended.record(way, (out, lse, (None,)), sinks, q, k, v, alibi_slopes, block_table, *lengths[:2])
     return (out, lse) if return_lse else out

@@ -16,7 +16,7 @@ def _is_common(name, own, number, generation):
     flash_attn_3."""
     of_3 = re.search(r"^quantize|^combine|_e4m3_|_of3$", name)
     # flash_attn_3's generic forward always has its additions (the lse of a row without keys), its backward rarely.
-    not_of_3 = r"^(flex|sinks|bias_shift)|_flex$|^attn_probs|^attn_fwd_any(?!.*_of3$)|^kvcache(?!.*_of3$)"
+    not_of_3 = r"^(flex|sinks|bias_shift|max_logits)|_flex$|^attn_probs|^attn_fwd_any(?!.*_of3$)|^kvcache(?!.*_of3$)"
     not_of_3 += r"|^attn_(bwd|delta)_any.*_of3$"
     if of_3 if generation == 2 else re.search(not_of_3, name):
         return False

@@ -572,6 +572,14 @@ def flash_attn_with_kvcache(
     (torch.Size([1, 1, 4, 8]), True)
     """
     if sinks is not None:
+        if not is_compiling() and (return_softmax_lse is False or return_softmax_lse is True):
+            results = _direct.direct_kvcache_options(
+                q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
+                block_table, alibi_slopes, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
+                sinks, return_softmax_lse,
+            )  # fmt: skip
+            if results is not None:
+                return results
         if _has_distributed((q, k_cache, v_cache, sinks)):
             out, softmax_lse = _attend_with_cache(
                 q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
@@ -595,7 +603,7 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         if results is not None:
             return results
-    warn_of_gradients(q, k_cache, v_cache, k, v)
+    warn_of_gradients(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, alibi_slopes, softmax_scale, softcap)
     out, softmax_lse = _attend_with_cache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,

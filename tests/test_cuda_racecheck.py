@@ -39,6 +39,8 @@ def randn(*shape):
 for head_dim, is_packed, options in json.loads(sys.argv[1]):
     shape = (555,) if is_packed else (1, options.pop("length", 300))
     q, k, v = (randn(*shape, heads, head_dim) for heads in (4, 2, 2))
+    if options.pop("has_sinks", False):
+        options["sinks"] = torch.randn(4, device="cuda")
     if is_packed:
         out = flash_attn_varlen_func(q, k, v, cu, cu, 269, 269, **options)
     elif options.get("has_mods"):
@@ -71,8 +73,8 @@ for head_dim, is_packed, options in json.loads(sys.argv[1]):
 torch.cuda.synchronize()
 """
 
-DENSE = [{}, {"causal": True, "dropout_p": 0.2}]
-PACKED = [{"causal": True}, {"window_size": (50, 20)}]
+DENSE = [{}, {"causal": True, "dropout_p": 0.2}, {"causal": True, "has_sinks": True}]
+PACKED = [{"causal": True}, {"window_size": (50, 20), "has_sinks": True}]
 PROBLEMS = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 128, 160, 192, 256)}
 PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 160, 192, 256)}
 PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]

@@ -250,6 +250,34 @@ def test_a_rule_beside_positions_that_begin_again(is_causal):
     close(ours.attention(module, q, k, v, mask, position_ids=positions)[0], expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (2, 0)])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float32, torch.float32)])
+def test_padding_under_autocast(dtypes, window, grad):
+    """Rotary embeddings can make q and k fp32 under autocast, and v stays in bf16."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 7, 2, 16, generator=draw).to(x) for x in (dtypes[0], dtypes[0], dtypes[1]))
+    q.requires_grad_(grad)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]).bool()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = _attend.attend(q, k, v, mask, scale=0.25, window=window)
+        expected = flash_attn_func(q, k, v, softmax_scale=0.25, window_size=window, attn_mask=mask[:, None, None])
+    assert out.dtype == expected.dtype == torch.bfloat16
+    close(out[mask].float(), expected[mask].float(), 0.02)
+
+
+def test_a_mask_of_a_client_gets_no_rule():
+    """A client may give the same mask to another module, which is not causal and has no function for masks."""
+    client = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    made = ours.mask_for_flash(2, 4, 4, attention_mask=client)
+    module = torch.nn.Module()
+    module.is_causal = False
+    q, k, v = torch.randn(3, 2, 2, 4, 16, generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, client[:, None, None]).transpose(1, 2)
+    close(ours.attention(module, q, k, v, client)[0], expected)
+    assert made.equal(client)
+
+
 # ---- masks that are kept -------------------------------------------------------------------------------------------
 
 

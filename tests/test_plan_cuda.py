@@ -604,7 +604,7 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
         ({"used_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"packed_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"empty": "-inf"}, "attn_fwd_sm80_bf16_d128_q128kv32s2"),
-        ({"empty": "-inf", "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32_of3"),
+        ({"empty": "-inf", "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32"),
         ({"d_v": 64}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"d": 64, "d_v": 192}, "attn_fwd_any_bf16_d192_q64kv64_of3"),
         ({"d": 64, "d_v": 512}, "attn_fwd_any_bf16_d256_q64kv64_of3"),

@@ -24,7 +24,7 @@ ANY = re.compile(
     r"|attn_fwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+s\dr?(_score)?(_dropout)?"
     r"|attn_bwd_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d+(_score)?(_dropout)?"
     r"|attn_bwd_dq_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+kv\d+w\d+|flex_blocks|flex_lists"
-    r"|flex_exact_sums|sinks_grad"
+    r"|flex_exact_sums|sinks_grad|max_logits"
 )
 
 
@@ -36,7 +36,7 @@ def test_every_kernel_has_a_name_and_a_row():
     assert (
         len(set(any_kernels))
         == len(any_kernels)
-        == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 * 3 + 6 + 1 + 5 * 3 + 4 + 2 * 8 * (4 + 1) + 2 * 10 * 4
+        == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 * 3 + 6 + 2 + 5 * 3 + 4 + 2 * 8 * (4 + 1) + 2 * 10 * 4
     )
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]

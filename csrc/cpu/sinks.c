@@ -14,6 +14,9 @@ static double sink_of_row(const fa_sinks *s, int64_t b, int64_t h, int64_t row) 
     return s->shift.data ? sink - (double)*at_row(&s->shift, b, h, row) : sink;
 }
 
+/* The rows behind belong to no sequence. */
+static int64_t used_rows(const fa_sinks *s) { return s->end && *s->end < s->rows ? *s->end : s->rows; }
+
 /* ---- elements of each dtype -------------------------------------------------------------------------------------- */
 
 #define SAME(x) (x)
@@ -46,7 +49,7 @@ static void add_to_rows(int64_t begin, int64_t end, void *ctx) {
     const fa_sinks *s = ctx;
     scale_row *scale = scale_of(s->dtype);
     for (int64_t task = begin; task < end; task++)
-        for (int64_t h = 0; h < s->h; h++) {
+        for (int64_t h = 0; h < s->h && task % s->rows < used_rows(s); h++) {
             const int64_t b = task / s->rows, row = task % s->rows;
             float *lse = at_row(&s->lse, b, h, row);
             if (*lse == INFINITY) *lse = -INFINITY;
@@ -66,7 +69,7 @@ bool fa_cpu_add_sinks(const fa_sinks *s, const fa_pool *pool) {
 
 static void add_up_heads(int64_t begin, int64_t end, void *ctx) {
     const fa_sinks *s = ctx;
-    const int64_t rows = s->end && *s->end < s->rows ? *s->end : s->rows;
+    const int64_t rows = used_rows(s);
     for (int64_t h = begin; h < end; h++) {
         double sum = 0;
         for (int64_t b = 0; b < s->b; b++)

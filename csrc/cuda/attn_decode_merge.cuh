@@ -5,6 +5,7 @@
 
 #include "attn_decode_schedule.cuh"
 #include "score.cuh"
+#include "sinks.cuh"
 
 /* The warps leave their results in shared memory at the end of a piece. */
 struct warp_results {
@@ -40,17 +41,20 @@ DEVICE row_place place_of(const params &p, const item &t, int head, int row) {
 DEVICE void write_output(const params &p, const item &t, int head, int row, int column, const float (&o)[4], float max,
                          float sum) {
     const row_place at = place_of(p, t, head, row);
+    float lse = sum == 0 ? p.empty_lse : ((max == -INF ? 0 : max) + lg2(sum)) * LN_2, factor = 1 / sum;
+    if (p.sinks.values.data) {
+        const row_with_sink y = add_sink(sum == 0 ? -INF : lse, sink_of(p.sinks.values, at.h_idx));
+        lse = y.lse, factor *= y.share;
+    }
     float x[4]; /* 0 where the row sees no key, whatever V holds */
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = sum == 0 ? 0 : o[i] * (1 / sum);
+    for (int i = 0; i < 4; i++) x[i] = sum == 0 ? 0 : o[i] * factor;
     if (column < p.d) {
         element::output *dst = (element::output *)p.o + t.b_idx * p.o_stride_b + (t.s.q_row + at.i) * p.o_stride_row +
                                at.h_idx * p.o_stride_h;
         *(uint2 *)(dst + column) = make_uint2(cvt_x2<element::output>(x[0], x[1]), cvt_x2<element::output>(x[2], x[3]));
     }
-    if (column == 0)
-        p.lse[t.b_idx * p.lse_stride_b + at.h_idx * p.lse_stride_h + t.s.q_row + at.i] =
-            sum == 0 ? p.empty_lse : ((max == -INF ? 0 : max) + lg2(sum)) * LN_2;
+    if (column == 0) p.lse[t.b_idx * p.lse_stride_b + at.h_idx * p.lse_stride_h + t.s.q_row + at.i] = lse;
 }
 
 /* Returns the weight of a part with maximum `part` in a sum measured from `max`. */

@@ -3,6 +3,8 @@
 #ifndef FA_ATTN_DECODE_PARAMS_H
 #define FA_ATTN_DECODE_PARAMS_H
 
+#include "sinks_params.h"
+
 #define FA_DECODE_MAX_CTAS      288  /* CTAs of one launch */
 #define FA_DECODE_COUNTER_SLOTS 2048 /* slots of one kernel, 2.4 MB, which gpu/slots.c gives out */
 
@@ -114,6 +116,7 @@ typedef struct {
     int zero_tensors;    /* true: packed rows of o that belong to no sequence become zero */
     int attention_chunk; /* 0: off */
     float empty_lse;     /* +inf or -inf */
+    fa_cuda_sinks sinks;
 } fa_attn_decode_params;
 
 #endif

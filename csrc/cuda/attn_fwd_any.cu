@@ -33,6 +33,7 @@
 
 #include "tile_any.cuh"
 #include "rows_any.cuh"
+#include "sinks.cuh"
 
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
 constexpr int MIN_CTAS = OF_3 && CTAS > 2 ? 2 : CTAS; /* attention chunks need registers */
@@ -134,30 +135,35 @@ DEVICE void store_part(float *to, const float (&o)[COLUMNS][4], int half, float 
 
 /* Writes o and lse of row l / 4 + 8 half of a block. The CTA of the first block of columns writes lse. */
 DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v, int part, int i,
-                       const float (&o)[COLUMNS][4], int half, row_state row, float unit) {
+                       const float (&o)[COLUMNS][4], int half, row_state row, float unit, float sink) {
     const float sum = quad_sum(row.sum);
     if (i >= s.len_q) return;
     const float base = __fmul_rn(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
     const bool is_empty = sum == 0 && base == -INF; /* no key seen, or only scores of -inf */
-    const float lse = sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
-    const float empty_lse = FLEX ? -INF : OF_3 ? p.empty_lse : INF;
+    float lse = is_empty ? -INF : sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
 #if FLEX
     if (p.num_parts > 1) {
         const long long at = (((long long)part * p.b + s.b_idx) * p.h + head) * p.len_q + i;
-        if (lane() % 4 == 0) p.part_lse[at] = is_empty ? -INF : lse;
+        if (lane() % 4 == 0) p.part_lse[at] = lse;
         store_part(p.part_o + at * p.d_v, o, half, is_empty ? 0 : 1 / sum, is_empty, p.d_v);
         return;
     }
 #endif
-    if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = is_empty ? empty_lse : lse;
+    float weight = (E4M3 ? p.keep_scale * descale_at(p.v_descale, p, s, head) : p.keep_scale) / sum;
+    if (p.sinks.values.data) {
+        const row_with_sink x = add_sink(lse, sink - shift_of_row(p.sinks.shift, s.b_idx, head, i));
+        lse = x.lse, weight *= x.share;
+    } else if (is_empty) {
+        lse = p.empty_lse;
+    }
+    if (lane() % 4 == 0 && v.first == 0) *row_stat(p.lse, s, i, head) = lse;
 #if FLEX
     if (lane() % 4 == 0 && v.first == 0 && p.flex.max_scores.data) {
         const bool has_nan = sum != sum && row.max < INF; /* fmaxf passes over a score of NaN */
         *row_stat(p.flex.max_scores, s, i, head) = is_empty ? -INF : has_nan ? sum : row.max * unit;
     }
 #endif
-    const float weight = E4M3 ? p.keep_scale * descale_at(p.v_descale, p, s, head) : p.keep_scale;
-    store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head) + v.first, o, half, weight / sum, is_empty,
+    store_row(p, (element::output *)p.o.data + query_offset(p.o, s, i, head) + v.first, o, half, weight, is_empty,
               v.num);
 }
 
@@ -267,12 +273,13 @@ DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, i
             accumulate(o, scores, v);
     }
 
+    const float sink = p.sinks.values.data ? sink_of(p.sinks.values, head) : 0;
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
             finish_row(p, s, head, v_columns, part, warp_row + 16 * m + lane() / 4 + 8 * half, o[m], half,
-                       rows[m][half], unit);
+                       rows[m][half], unit, sink);
 }
 
 /* A task is one tile of one head of one sequence, for one block of columns of v and one part of the keys. The last tile

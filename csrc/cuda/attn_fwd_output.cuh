@@ -19,6 +19,21 @@ DEVICE void finish_softmax(const online_softmax &softmax, const params &p, float
     }
 }
 
+/* What was subtracted from the scores of a row of the tile, which may lie behind the last row. */
+DEVICE float shift_of(const params &p, const tile &t, int row) {
+    return FLEX && row < t.len_q ? shift_of_row(p.sinks.shift, t.b_idx, t.head, row) : 0;
+}
+
+/* The sink of the tile's head joins the sums of both rows. */
+DEVICE void add_sinks(const params &p, const tile &t, int first_row, float (&factor)[2], float (&lse)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float shift = shift_of(p, t, first_row + threadIdx.x % 32 / 4 + 8 * r);
+        const row_with_sink x = add_sink(lse[r] == INF ? -INF : lse[r], t.sink - shift);
+        lse[r] = x.lse, factor[r] *= x.share;
+    }
+}
+
 /* NOTE: lse is stored after O. Before O's store by TMA there is a fence, which would wait until lse has arrived. */
 DEVICE void store_lse(const float (&lse)[2], const params &p, const tile &t, int first_row) {
     const int lane = threadIdx.x % 32, row = first_row + lane / 4, rows_left = lane % 4 == 0 ? t.len_q - row : 0;
@@ -95,7 +110,8 @@ DEVICE void store_zeros(const params &p, const tile &t, int first_row) {
     for (int i = lane; i < rows * vectors; i += 32)
         *(uint4 *)(o + i / vectors * p.o_stride_row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
     if (lane < rows)
-        p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + first_row + lane] = p.empty_lse;
+        p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + first_row + lane] =
+            p.sinks.values.data ? t.sink - shift_of(p, t, first_row + lane) : p.empty_lse;
 #if FLEX_MAX
     if (lane < rows) *max_score_at(p, t, first_row + lane) = -INF;
 #endif

@@ -3,6 +3,7 @@
 #ifndef FA_ATTN_FWD_PARAMS_H
 #define FA_ATTN_FWD_PARAMS_H
 
+#include "sinks_params.h"
 #include "tensor_map.h"
 
 #define FA_TILE_COUNTERS 4096 /* Each kernel has these slots. gpu/slots.c gives a launch its slot. */
@@ -51,7 +52,8 @@ typedef struct {
 
     const int *seqused_q; /* [b] queries in use, packed only; NULL: all */
     int attention_chunk;  /* with LOCAL; 0: off */
-    float empty_lse;      /* +inf or -inf */
+    float empty_lse;      /* +inf or -inf; +inf with sinks */
+    fa_cuda_sinks sinks;
 
     fa_attn_fwd_factors q_descale, k_descale, v_descale; /* attn_fwd_fp8_sm90 alone: of Q, K and V, in device memory */
     float *sums; /* attn_fwd_fp8_sm90 above 128 columns: BLOCK_Q rows of d columns for each CTA; NULL: no sums */

@@ -48,6 +48,7 @@
 #include "rows_any.cuh"
 #include "tile_sm80.cuh"
 #include "quads.cuh"
+#include "sinks.cuh"
 
 /* SPLIT warps share WARP_ROWS rows: they divide the keys of S and the columns of O. */
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS / SPLIT;
@@ -378,7 +379,7 @@ struct any_step {
 /* Writes o and lse of a block of 16 rows from `row` on. Of o the columns from `column` on are written. */
 DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, int row, int column,
                          float (&o)[OWN_COLUMNS][4], const lagging_row (&rows)[2], shared_memory &shared, int own_row,
-                         float unit) {
+                         float unit, float sink) {
     float weights[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -393,10 +394,15 @@ DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, 
         const float scaled = __fmul_rn(max, unit * LOG2_E), rest = fmaf(max, unit * LOG2_E, -scaled);
         const bool is_empty = sum == 0 && scaled == -INF;               /* no key seen, or only scores of -inf */
         const float lag = HEADROOM != 0 ? rows[half].base - scaled : 0; /* P is so much smaller, in log2 */
-        const float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest + lag) * LN_2;
+        float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest + lag) * LN_2;
         const int i = row + lane() / 4 + 8 * half;
-        if (lane() % 4 == 0 && column == 0 && i < s.len_q) *row_stat(p.lse, s, i, head) = is_empty ? p.empty_lse : lse;
         weights[half] = is_empty ? 0 : p.keep_scale / sum;
+        if (is_empty) lse = p.empty_lse;
+        if (p.sinks.values.data) {
+            const row_with_sink x = add_sink(is_empty ? -INF : lse, sink);
+            lse = x.lse, weights[half] *= x.share;
+        }
+        if (lane() % 4 == 0 && column == 0 && i < s.len_q) *row_stat(p.lse, s, i, head) = lse;
         if (is_empty)
 #pragma unroll
             for (int c = 0; c < OWN_COLUMNS; c++) o[c][2 * half] = o[c][2 * half + 1] = 0;
@@ -644,9 +650,10 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     } else {
         __syncwarp(); /* the lanes know the maxima of their rows */
     }
+    const float sink = p.sinks.values.data ? sink_of(p.sinks.values, head) : 0;
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
-        finish_block(p, s, head, warp_row + 16 * m, own_column, o[m], rows[m], shared, own_row + 16 * m, unit);
+        finish_block(p, s, head, warp_row + 16 * m, own_column, o[m], rows[m], shared, own_row + 16 * m, unit, sink);
 }
 
 /* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows of a

@@ -299,6 +299,7 @@ struct consumer : consumer_base {
             for (int i = 0; i < O_REGS; i++)
                 if (lse[row_of(i)] == INF) O[i] = 0;
         }
+        if (p.sinks.values.data) add_sinks(p, t, first_row, factor, lse);
         if constexpr (O_BY_TMA)
             store_by_tma(O, factor, p, t, o_smem_of(which, block), first_row);
         else

@@ -6,23 +6,28 @@
 
 #include "attn_fwd_mods.cuh"
 #include "packed.cuh"
+#include "sinks.cuh"
 
 /* What the scheduler tells the other warps to do. REPEAT computes a tile again of which some row strips failed.
  * REPORT has no tile: consumers say that all tiles before it are computed, because some of them may have failed.
  * END ends the CTA. */
 enum tile_command { COMPUTE, REPEAT, REPORT, END };
 
-/* What a work tile knows of Q, K and V in 8 bits. 16 bits need no factor. */
+/* What a work tile knows of Q, K and V in 8 bits. 16 bits need no factor, and have sinks. */
 template <int ELEMENT_BYTES> struct tile_factors {
-    DEVICE void read(const params &p, int b_idx, int kv_head) {}
+    float sink; /* of the head, if there are sinks */
+    DEVICE void read(const params &p, int b_idx, int head, int kv_head) {
+        if (p.sinks.values.data) sink = sink_of(p.sinks.values, head);
+    }
     DEVICE void set_scale(const params &p, float &scale_log2) const {}
 };
 template <> struct tile_factors<1> {
+    static constexpr float sink = 0;
     float qk_factor, v_factor;
     DEVICE static float factor_at(const fa_attn_fwd_factors &f, int b_idx, int kv_head) {
         return f.data ? f.data[b_idx * f.stride_b + kv_head * f.stride_h] : 1;
     }
-    DEVICE void read(const params &p, int b_idx, int kv_head) {
+    DEVICE void read(const params &p, int b_idx, int head, int kv_head) {
         qk_factor = factor_at(p.q_descale, b_idx, kv_head) * factor_at(p.k_descale, b_idx, kv_head);
         v_factor = factor_at(p.v_descale, b_idx, kv_head);
     }
@@ -151,7 +156,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
             t.kv_begin = keys.begin / BLOCK_KV;
             t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
         }
-        t.read(p, b_idx, t.kv_head);
+        t.read(p, b_idx, head, t.kv_head);
     }
 }
 

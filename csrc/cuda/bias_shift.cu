@@ -6,6 +6,8 @@
 #include "bias_shift_params.h"
 #include "sinks.cuh"
 
+#define INF __int_as_float(0x7f800000)
+
 #ifndef F32
 #error "dtype of attn_bias: F32, or another: 0 or 1"
 #endif
@@ -19,20 +21,20 @@ constexpr int BIASES_OF_LANE = 4; /* that are on their way at once */
 
 /* The whole warp calls this function. */
 DEVICE float shift_of(const fa_bias_shift_params &p, const element *bias, long long keys) {
-    float largest = -inf();
+    float largest = -INF;
     for (long long first = threadIdx.x % 32; first - threadIdx.x % 32 < keys; first += 32 * BIASES_OF_LANE) {
         bool is_low = true; /* A NaN is not. */
 #pragma unroll
         for (int i = 0; i < BIASES_OF_LANE; i++) {
             const long long key = first + 32 * i;
-            const float x = key < keys ? cvt_f32(bias[key * p.stride_key]) : -inf();
+            const float x = key < keys ? cvt_f32(bias[key * p.stride_key]) : -INF;
             is_low = is_low && x < p.least;
             largest = fmaxf(largest, x);
         }
         if (!__all_sync(WHOLE_WARP, is_low)) return 0;
     }
     for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(WHOLE_WARP, largest, step));
-    return largest == -inf() ? 0 : largest;
+    return largest == -INF ? 0 : largest;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * FA_BIAS_SHIFT_WARPS) KERNEL(const fa_bias_shift_params p) {

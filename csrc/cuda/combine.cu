@@ -8,6 +8,7 @@
  * Specification: ../cpu/combine.c. */
 #include "combine_params.h"
 #include "ptx_sm80.cuh"
+#include "sinks.cuh"
 
 #ifndef F32
 #error "dtype of out: F32, or another: 0 or 1"
@@ -48,16 +49,17 @@ extern "C" __global__ void __launch_bounds__(32 * FA_COMBINE_WARPS) KERNEL(const
          task += (long long)gridDim.x * FA_COMBINE_WARPS) {
         const long long row = task % p.len, b_idx = task / p.len / p.h;
         const int head = (int)(task / p.len % p.h);
-        const float lse = weigh(p, p.lse_partial + b_idx * p.lse_stride_b + head * p.lse_stride_h + row, weights);
+        row_with_sink x = {weigh(p, p.lse_partial + b_idx * p.lse_stride_b + head * p.lse_stride_h + row, weights), 1};
+        if (p.sinks.values.data) x = add_sink(x.lse, sink_of_row(p.sinks.values, p.sinks.shift, b_idx, head, row));
         const float *from = p.out_partial + b_idx * p.stride_b + row * p.stride_row + head * p.stride_h;
         element *to = (element *)p.out + b_idx * p.out_stride_b + row * p.out_stride_row + head * p.out_stride_h;
         for (long long col = threadIdx.x % 32; col < p.d; col += 32) {
             float sum = 0;
             for (int i = 0; i < p.num_parts; i++)
                 if (weights[i] != 0) sum = fmaf(weights[i], from[i * p.stride_part + col], sum);
-            to[col] = cvt<element>(sum);
+            to[col] = cvt<element>(sum * x.share);
         }
-        if (threadIdx.x % 32 == 0) p.lse[task] = lse;
+        if (threadIdx.x % 32 == 0) p.lse[task] = x.lse;
         __syncwarp(); /* the next row's weights replace these */
     }
 }

@@ -3,6 +3,8 @@
 #ifndef FA_COMBINE_PARAMS_H
 #define FA_COMBINE_PARAMS_H
 
+#include "sinks_params.h"
+
 enum { FA_COMBINE_WARPS = 4, FA_COMBINE_MAX_PARTS = 256, FA_COMBINE_SHARED_BYTES = 4 * 4 * 256 };
 
 typedef struct {
@@ -15,6 +17,7 @@ typedef struct {
     float *lse; /* [b, h, row] contiguous */
     int num_parts, h;
     long long len, d, num_rows; /* num_rows: of all sequences and heads */
+    fa_cuda_sinks sinks;
 } fa_combine_params;
 
 #endif

@@ -4,6 +4,8 @@
 #ifndef FA_CUDA_PROBLEM_H
 #define FA_CUDA_PROBLEM_H
 
+#include "sinks_params.h"
+
 /* [b, row, h, d]; packed: stride_b = 0; a paged cache: stride_b from page to page. data NULL: absent. */
 typedef struct {
     void *data;
@@ -57,12 +59,13 @@ typedef struct {
     int piece_bytes;
     int zero_tensors; /* true: rows of packed outputs that belong to no sequence become zero */
     int num_tiles;    /* tiles of the longest sequence: CTAs of one head */
+    float empty_lse;  /* lse of a row that sees no key */
+    fa_cuda_sinks sinks;
 
     /* Additions of flash-attn 3. Kernels without the feature OF_3 read none of these members. */
     int d_v;             /* columns of v, o, qv, dout and dv */
     int num_v_blocks;    /* blocks of as many columns as the kernel's tiles have */
     int attention_chunk; /* 0: off */
-    float empty_lse;     /* lse of a row that sees no key */
     fa_cuda_view qv;
     fa_cuda_descale q_descale, k_descale, v_descale; /* of e4m3 */
     const int *seqused_q, *cu_seqlens_k_new, *seqlens_rotary;

@@ -1,11 +1,11 @@
-/* The epilogue of learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has
- * come before:
+/* Learned sinks behind a call whose kernel had none: one more key for each row, of score sink[h] and value 0:
  *
  *   lse' = log(exp(lse) + exp(sink))      out' = out exp(lse - lse')
  *
- * A row that saw no key keeps out. Its lse is -inf, and comes in as -inf or inf. Without sinks only this lse changes.
- * Where a shift was subtracted from the scores of a row, it is subtracted from the sink, too. lse' is that without it.
- * `lanes` lanes of a warp take one row of one head. All of them read its lse before one writes it.
+ * The forwards add sinks in their epilogues (sinks.cuh), and so out is rounded once. Calls of torch's ops come here:
+ * transforms, modes that watch the ops, and subclasses of tensors. A row that saw no key keeps out. Its lse is -inf,
+ * and comes in as -inf or inf. Without sinks only this lse changes. `lanes` lanes of a warp take one row of one head.
+ * All of them read its lse before one writes it.
  *
  * Specification: ../cpu/sinks.c. */
 #include "sinks.cuh"
@@ -17,12 +17,6 @@
 #ifndef KERNEL
 #define KERNEL sinks
 #endif
-
-DEVICE float log_of_sum(float a, float b) {
-    const float high = a > b ? a : b, low = a > b ? b : a;
-    if (a != a || b != b) return a + b;
-    return fabsf(high) == inf() ? high : high + __nv_log1pf(__nv_expf(low - high));
-}
 
 /* Multiplies the four words of a piece. */
 DEVICE uint4 scaled(uint4 piece, float factor) {
@@ -43,6 +37,7 @@ DEVICE void scale_row(const fa_sinks_params &p, element *row, int lane, float fa
 }
 
 extern "C" __global__ void __launch_bounds__(32 * FA_SINKS_WARPS) KERNEL(const fa_sinks_params p) {
+    const float inf = __int_as_float(0x7f800000);
     const int lane = threadIdx.x % p.lanes, rows_of_warp = 32 / p.lanes;
     const long long warps = (long long)gridDim.x * FA_SINKS_WARPS;
     long long first = ((long long)blockIdx.x * FA_SINKS_WARPS + threadIdx.x / 32) * rows_of_warp;
@@ -51,15 +46,16 @@ extern "C" __global__ void __launch_bounds__(32 * FA_SINKS_WARPS) KERNEL(const f
         const bool is_row = task < p.num_rows;
         const int head = (int)(task % p.h);
         const long long row = task / p.h % p.rows, b_idx = task / p.h / p.rows;
-        float *lse = at_row(p.lse, b_idx, head, row);
-        float before = is_row ? *lse : 0, after;
-        if (before == inf()) before = -inf();
-        after = p.sinks.data && is_row ? log_of_sum(before, sink_of_row(p.sinks, p.shift, b_idx, head, row)) : before;
+        float *lse = sink_row(p.lse, b_idx, head, row);
+        row_with_sink x = {is_row ? *lse : 0, 1};
+        if (x.lse == inf) x.lse = -inf;
+        const bool is_empty = x.lse == -inf;
+        if (p.sinks.data && is_row) x = add_sink(x.lse, sink_of_row(p.sinks, p.shift, b_idx, head, row));
         __syncwarp();
         if (!is_row) continue;
-        if (lane == 0) *lse = after;
-        if (p.sinks.data && before != -inf())
+        if (lane == 0) *lse = x.lse;
+        if (p.sinks.data && !is_empty)
             scale_row(p, (element *)p.out + b_idx * p.out_stride_b + row * p.out_stride_row + head * p.out_stride_h,
-                      lane, __nv_expf(before - after));
+                      lane, x.share);
     }
 }

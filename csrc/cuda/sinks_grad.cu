@@ -9,16 +9,20 @@
 #define BF16 1 /* for element.cuh, which wants a dtype; no tensor of this kernel has it */
 #include "sinks.cuh"
 
+/* NOTE: of libdevice, because the fast exponential has an error that grows with its argument. */
+extern "C" __device__ float __nv_expf(float);
+
 #ifndef KERNEL
 #define KERNEL sinks_grad
 #endif
 
+#define INF __int_as_float(0x7f800000)
 constexpr int THREADS = 32 * FA_SINKS_GRAD_WARPS;
 constexpr int ROWS_OF_THREAD = 4; /* that are on their way at once */
 constexpr unsigned WHOLE_WARP = 0xffffffffu;
 
 DEVICE float addend(float sink, float lse, float delta) {
-    const float probability = fabsf(lse) == inf() ? 0 : __nv_expf(sink - lse);
+    const float probability = fabsf(lse) == INF ? 0 : __nv_expf(sink - lse);
     return probability == 0 ? 0 : -probability * delta; /* delta may be NaN where the sink has no part */
 }
 
@@ -48,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const fa_sinks_grad
 #pragma unroll
         for (int i = 0; i < ROWS_OF_THREAD; i++) {
             const bool is_row = b_idx < p.b;
-            lse[i] = is_row ? *at_row(p.lse, b_idx, head, row) : inf();
-            delta[i] = is_row ? *at_row(p.delta, b_idx, head, row) : 0;
+            lse[i] = is_row ? *sink_row(p.lse, b_idx, head, row) : INF;
+            delta[i] = is_row ? *sink_row(p.delta, b_idx, head, row) : 0;
             sink[i] = is_row ? sink_of_row(p.sinks, p.shift, b_idx, head, row) : 0;
             row += step_row, b_idx += step_b;
             if (row >= rows) row -= rows, b_idx++;

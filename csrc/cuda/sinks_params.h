@@ -1,5 +1,5 @@
-/* The parameters of sinks.cu and sinks_grad.cu. C code fills the structs, and CUDA code reads the structs. All types
- * have the same layout on both sides. Strides count elements. */
+/* The sinks of a call as a forward reads them, and the parameters of sinks.cu and sinks_grad.cu. C code fills the
+ * structs, and CUDA code reads the structs. All types have the same layout on both sides. Strides count elements. */
 #ifndef FA_SINKS_PARAMS_H
 #define FA_SINKS_PARAMS_H
 
@@ -16,6 +16,12 @@ typedef struct {
     float *data; /* [b, h, row]; NULL: 0 */
     long long stride_b, stride_h, stride_row;
 } fa_cuda_sink_rows;
+
+/* What the epilogue of a forward reads. */
+typedef struct {
+    fa_cuda_sink_values values;
+    fa_cuda_sink_rows shift; /* was subtracted from the scores of a row */
+} fa_cuda_sinks;
 
 typedef struct {
     fa_cuda_sink_values sinks;

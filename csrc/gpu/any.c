@@ -39,6 +39,8 @@ static fa_status combine_parts(const fa_cuda_call *call, const fa_cuda_problem *
         .dtype = p->dtype,
         .out = p->o,
         .lse = p->lse.data,
+        .sinks = p->sinks,
+        .sink_shift = p->sink_shift,
     };
     return fa_cuda_launch_combine(call, &parts, err);
 }

@@ -4,6 +4,9 @@
 #include "launch.h"
 #include "mods.h"
 #include "plan/gpu_problem.h"
+#include "sinks.h"
+
+#include <math.h>
 
 static fa_cuda_view view_of(const fa_view *t) {
     return (fa_cuda_view){t->data, t->stride_b, t->stride_row, t->stride_h};
@@ -103,7 +106,8 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .num_v_blocks = 1,
         .num_parts = 1,
         .attention_chunk = fa_clamp_window(p->attention_chunk),
-        .empty_lse = p->empty_lse,
+        .empty_lse = p->flex ? -INFINITY : p->empty_lse,
+        .sinks = fa_cuda_sinks_of(p),
         .qv = view_of(&p->qv),
         .q_descale = descale_of(&p->q_descale),
         .k_descale = descale_of(&p->k_descale),

@@ -6,6 +6,7 @@
 #include "launchers.h"
 #include "plan/gpu_decode.h"
 #include "plan/gpu_problem.h"
+#include "sinks.h"
 #include "slots.h"
 
 #include <limits.h>
@@ -68,6 +69,7 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .alibi_slopes = p->alibi_slopes,
         .alibi_stride_b = p->alibi_stride_b,
         .empty_lse = p->empty_lse,
+        .sinks = fa_cuda_sinks_of(p),
     };
     a.scale_log2 = (a.changes_scores ? 1 : scale) * FA_LOG2_E;
     /* A cache without rows or pages has no key to read. */

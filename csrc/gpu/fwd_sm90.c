@@ -4,6 +4,7 @@
 #include "launchers.h"
 #include "map.h"
 #include "mods.h"
+#include "sinks.h"
 #include "slots.h"
 
 #include <math.h>
@@ -18,7 +19,8 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     const bool packed = features & FA_VARLEN;
     const int64_t block_q = call->plan->block_q;
     a->lse = p->lse.data;
-    a->empty_lse = p->flex ? -INFINITY : p->empty_lse;
+    a->sinks = fa_cuda_sinks_of(p);
+    a->empty_lse = p->sinks.data ? INFINITY : p->flex ? -INFINITY : p->empty_lse;
     a->lse_stride_b = packed ? 0 : p->lse.stride_b;
     a->lse_stride_h = p->lse.stride_h;
     a->o_data = p->o.data;

@@ -3,6 +3,7 @@
 
 #include "cuda/combine_params.h"
 #include "launch.h"
+#include "sinks.h"
 
 fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination *c, fa_error *err) {
     const fa_combine_params a = {
@@ -25,6 +26,7 @@ fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination 
         .len = c->len,
         .d = c->d,
         .num_rows = c->b * c->h * c->len,
+        .sinks = {fa_cuda_read_sinks(&c->sinks), fa_cuda_read_sink_rows(&c->sink_shift)},
     };
     const fa_variant variant = {FA_COMBINE, 0, fa_dtype_feature(c->dtype), call->gpu->capability, 0, NULL};
     const int64_t ctas = (a.num_rows + FA_COMBINE_WARPS - 1) / FA_COMBINE_WARPS;

@@ -12,21 +12,6 @@ static int pieces_of(const fa_sinks *s) {
     return is_aligned ? (int)(s->d * bytes / 16) : 0;
 }
 
-static int number_of(fa_dtype dtype) {
-    return dtype == FA_F16    ? FA_SINKS_OF_F16
-           : dtype == FA_BF16 ? FA_SINKS_OF_BF16
-           : dtype == FA_F32  ? FA_SINKS_OF_F32
-                              : FA_SINKS_OF_F64;
-}
-
-fa_cuda_sink_values fa_cuda_read_sinks(const fa_sink_values *sinks) {
-    return (fa_cuda_sink_values){sinks->data, sinks->stride, number_of(sinks->dtype)};
-}
-
-static fa_cuda_sink_rows rows_of(const fa_sink_rows *x) {
-    return (fa_cuda_sink_rows){x->data, x->stride_b, x->stride_h, x->stride_row};
-}
-
 static fa_status launch(int device_idx, fa_variant variant, fa_launch grid, const void *params, fa_error *err) {
     fa_cuda_place place;
     fa_status status = fa_cuda_enter(device_idx, &place, err);
@@ -45,8 +30,8 @@ fa_status fa_cuda_add_sinks(const fa_sinks *s, fa_error *err) {
         .out_stride_b = s->out.stride_b,
         .out_stride_row = s->out.stride_row,
         .out_stride_h = s->out.stride_h,
-        .lse = rows_of(&s->lse),
-        .shift = rows_of(&s->shift),
+        .lse = fa_cuda_read_sink_rows(&s->lse),
+        .shift = fa_cuda_read_sink_rows(&s->shift),
         .h = (int)s->h,
         .lanes = 1,
         .pieces = pieces_of(s),
@@ -65,9 +50,9 @@ fa_status fa_cuda_add_sinks(const fa_sinks *s, fa_error *err) {
 fa_status fa_cuda_gradient_of_sinks(const fa_sinks *s, fa_error *err) {
     const fa_sinks_grad_params a = {
         .sinks = fa_cuda_read_sinks(&s->sinks),
-        .lse = rows_of(&s->lse),
-        .delta = rows_of(&s->delta),
-        .shift = rows_of(&s->shift),
+        .lse = fa_cuda_read_sink_rows(&s->lse),
+        .delta = fa_cuda_read_sink_rows(&s->delta),
+        .shift = fa_cuda_read_sink_rows(&s->shift),
         .gradient = s->gradient,
         .end = s->end,
         .b = s->b,

@@ -122,7 +122,7 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
                           : packed_keys ? p->total_kv
                                         : p->len_kv,
                           p->h_kv};
-    const char *why = fa_why_not_of_3(p, FA_CHUNKS | FA_EMPTY_NEG | FA_MIXED | FA_OTHER_NEW);
+    const char *why = fa_why_not_of_3(p, FA_CHUNKS | FA_MIXED | FA_OTHER_NEW);
     if (why) return why;
     NEEDS(!p->cu_seqlens_k_new, "it takes no packed new keys");
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");

@@ -68,7 +68,7 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     const unsigned features = fa_cuda_features(p) | (fa_has_mods(p) ? FA_FLEX : 0u);
     const unsigned wanted = features & (FA_ALL_FEATURES | FA_FLEX);
     const bool packed = p->cu_seqlens_q != NULL;
-    const char *why = fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q | FA_EMPTY_NEG);
+    const char *why = fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q);
     if (!why && fa_prefers_key_parts(p)) why = "a generic kernel cuts the many keys of the few queries into parts";
     if (!why && p->flex) why = fa_why_not_mods_of_sm90(p, sizeof(fa_attn_fwd_params));
     if (why) return why;

@@ -9,7 +9,7 @@ const char *fa_plan_fwd_fp8_sm90(const fa_problem *p, const fa_machine *machine,
     const unsigned features = fa_cuda_features(p);
     const bool packed = p->cu_seqlens_q != NULL;
     NEEDS(p->dtype == FA_E4M3, "it takes float8_e4m3fn");
-    const char *why = fa_why_not_of_3(p, FA_E4M3_IN | FA_CHUNKS | FA_USED_Q | FA_EMPTY_NEG);
+    const char *why = fa_why_not_of_3(p, FA_E4M3_IN | FA_CHUNKS | FA_USED_Q);
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->h > 0, "it wants a query head");

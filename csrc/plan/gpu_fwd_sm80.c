@@ -4,7 +4,7 @@
 
 const char *fa_plan_fwd_sm80(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const double largest_scale = 1e30; /* with log2 e, and with its products, a larger scale would leave the floats */
-    const char *why = fa_why_not_of_3(p, FA_EMPTY_NEG);
+    const char *why = fa_why_not_of_3(p, 0);
     if (why) return why;
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(!p->paged && !p->leftpad_k && !p->cache_batch_idx && p->len_new == 0 && !p->rotary_cos,

@@ -23,7 +23,6 @@ const char *fa_why_not_of_3(const fa_problem *p, unsigned knows) {
         {FA_CHUNKS, p->attention_chunk > 0, "it has no attention_chunk"},
         {FA_USED_Q, p->seqused_q != NULL, "it reads no seqused_q"},
         {FA_E4M3_IN, p->dtype == FA_E4M3, "it takes no float8_e4m3fn"},
-        {FA_EMPTY_NEG, p->pass == FA_FWD && p->empty_lse < 0, "its lse of a row without keys is +inf"},
         {FA_MIXED, (p->cu_seqlens_q != NULL) != (p->cu_seqlens_k != NULL), "it takes no packed queries beside a cache"},
         {FA_OTHER_NEW, p->cu_seqlens_k_new || p->seqlens_rotary,
          "it takes no packed new keys and no rotary positions of their own"},
@@ -44,7 +43,8 @@ unsigned fa_cuda_features(const fa_problem *p) {
 }
 
 unsigned fa_any_features(const fa_problem *p) {
-    const unsigned additions = p->flex ? FA_OF_3 | FA_FLEX : fa_why_not_of_3(p, 0) ? FA_OF_3 : 0u;
+    const bool is_of_3 = (p->pass == FA_FWD && p->of_3) || fa_why_not_of_3(p, 0);
+    const unsigned additions = p->flex ? FA_OF_3 | FA_FLEX : is_of_3 ? FA_OF_3 : 0u;
     return fa_dtype_feature(p->dtype) | additions;
 }
 

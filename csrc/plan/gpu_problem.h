@@ -37,15 +37,14 @@ static inline bool fa_counts_in_32_bits(const fa_problem *p, bool packed) {
 
 /* What flash-attn 3 adds to flash-attn 2. A kernel that knows some of these names the others. */
 enum {
-    FA_OTHER_D_V = 1,   /* v has other columns than k */
-    FA_QV = 2,          /* qv.v joins the score */
-    FA_CHUNKS = 4,      /* attention_chunk */
-    FA_USED_Q = 8,      /* seqused_q */
-    FA_E4M3_IN = 16,    /* q, k and v are float8_e4m3fn */
-    FA_EMPTY_NEG = 32,  /* lse of a row without keys is -inf */
-    FA_MIXED = 64,      /* packed queries beside a cache that is not packed */
-    FA_OTHER_NEW = 128, /* packed new keys, or rotary positions of their own */
-    FA_ALL_OF_3 = 255
+    FA_OTHER_D_V = 1,  /* v has other columns than k */
+    FA_QV = 2,         /* qv.v joins the score */
+    FA_CHUNKS = 4,     /* attention_chunk */
+    FA_USED_Q = 8,     /* seqused_q */
+    FA_E4M3_IN = 16,   /* q, k and v are float8_e4m3fn */
+    FA_MIXED = 32,     /* packed queries beside a cache that is not packed */
+    FA_OTHER_NEW = 64, /* packed new keys, or rotary positions of their own */
+    FA_ALL_OF_3 = 127
 };
 
 /* Returns why a kernel that knows only the additions `knows` cannot serve the problem, or NULL. */

@@ -213,6 +213,7 @@ static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
 static const fa_row sinks_rows[] = {{.name = "sinks"}};
 static const fa_row sinks_grad_rows[] = {{.name = "sinks_grad"}};
 static const fa_row bias_shift_rows[] = {{.name = "bias_shift"}};
+static const fa_row max_logits_rows[] = {{.name = "max_logits"}};
 static const fa_row combine_rows[] = {{.name = "combine", .shared_bytes = FA_COMBINE_SHARED_BYTES}};
 
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
@@ -276,30 +277,31 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 
 /* A list of files, with NULL at its end. */
 #define FILES(...)     ((const char *const[]){__VA_ARGS__, NULL})
+#define PROBLEM_FILES  "cuda_problem.h", "sinks_params.h"
 #define MASK_FILES     "walk.cuh", "mask.cuh", "integers.cuh"
 #define SCORE_FILES    "score.cuh", MASK_FILES
 #define PTX_FILES      "ptx_cluster.cuh", "ptx_launch.cuh", "ptx_sm80.cuh", "element.cuh"
 #define SM90_FILES     "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES      "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 #define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
-#define STEP_FILES     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh"
-#define WORK_FILES     "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
-#define FEED_FILES     "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
-#define FWD_FILES      "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
+#define STEP_FILES \
+    "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh", "sinks.cuh"
+#define WORK_FILES "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
+#define FEED_FILES "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
+#define FWD_FILES  "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
-#define ANY_FILES      "cuda_problem.h", "sequence.cuh", "element.cuh", "ptx_sm80.cuh", MASK_FILES
+#define ANY_FILES      PROBLEM_FILES, "sequence.cuh", "element.cuh", "ptx_sm80.cuh", MASK_FILES
 #define TILE_ANY_FILES ANY_FILES, "tile_any.cuh", "score.cuh", "philox.cuh", "e4m3.cuh"
 #define FLEX_FILES     "flex.cuh", "flex_blocks.cuh", "cuda_flex.h", "flex_values.cuh"
-#define BLOCKS_FILES   "flex_blocks.cuh", "cuda_flex.h", "cuda_problem.h", "integers.cuh"
-#define SINKS_FILES    "sinks.cuh", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"
+#define BLOCKS_FILES   "flex_blocks.cuh", "cuda_flex.h", PROBLEM_FILES, "integers.cuh"
 #define BWD_SM80_FILES "attn_bwd_sm80.cuh", "attn_bwd_sm80_params.h", "quads.cuh"
 #define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, "cuda_problem.h"),
+                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, PROBLEM_FILES),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
@@ -309,7 +311,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .aligns_shared = true,
                      .takes_mods = true},
     [FA_FWD_FP8_SM90] = {.name = "attn_fwd_fp8_sm90",
-                         .files = FILES("attn_fwd_fp8_sm90.cu", "attn_fwd_fp8_values.cuh", FWD_FILES, SM90_FILES),
+                         .files = FILES("attn_fwd_fp8_sm90.cu", "attn_fwd_fp8_values.cuh", FWD_FILES, SM90_FILES,
+                                        "sinks_params.h"),
                          .arch = 90,
                          .columns = {"HEAD_DIM", "BLOCK_KV", "WGS", "STAGES", "RAW_STAGES", "Q_STAGES", "TURN",
                                      "O_WAIT"},
@@ -320,7 +323,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                          .aligns_shared = true},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
                      .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh", BWD_STEP_FILES,
-                                    BWD_FILES, FLEX_FILES, "attn_bwd_captures.cuh", "cuda_problem.h"),
+                                    BWD_FILES, FLEX_FILES, "attn_bwd_captures.cuh", PROBLEM_FILES),
                      .arch = 90,
                      .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                      .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
@@ -332,7 +335,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
                           .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_wide_two.cuh", "attn_bwd_wide_three.cuh",
                                          "attn_bwd_wide_parts.cuh", BWD_STEP_FILES, BWD_FILES, FLEX_FILES,
-                                         "attn_bwd_captures.cuh", "cuda_problem.h"),
+                                         "attn_bwd_captures.cuh", PROBLEM_FILES),
                           .arch = 90,
                           .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
@@ -350,7 +353,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
-                    .files = FILES("attn_fwd_any.cu", "rows_any.cuh", TILE_ANY_FILES, FLEX_FILES),
+                    .files = FILES("attn_fwd_any.cu", "rows_any.cuh", "sinks.cuh", TILE_ANY_FILES, FLEX_FILES),
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
                     .knows = ANY_KNOWS | FA_IN_E4M3 | FA_FLEX,
                     .rows = fwd_any_rows,
@@ -372,9 +375,10 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
     [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
-                     .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", TILE_ANY_FILES),
-                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS", "LANE_REGS",
-                                 "LATE", "AHEAD", "CTAS"},
+                     .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", "sinks.cuh",
+                                    TILE_ANY_FILES),
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS",
+                                 "LANE_REGS", "LATE", "AHEAD", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = fwd_sm80_rows,
                      .num_rows = NUM_ROWS(fwd_sm80_rows),
@@ -414,8 +418,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .num_rows = NUM_ROWS(flex_lists_rows),
                        .chooses = always_chooses},
     [FA_FLEX_EXACT_SUMS] = {.name = "flex_exact_sums",
-                            .files =
-                                FILES("flex_exact_sums.cu", "flex_exact_sums.cuh", "cuda_flex.h", "cuda_problem.h"),
+                            .files = FILES("flex_exact_sums.cu", "flex_exact_sums.cuh", "cuda_flex.h", PROBLEM_FILES),
                             .rows = flex_exact_sums_rows,
                             .num_rows = NUM_ROWS(flex_exact_sums_rows),
                             .chooses = always_chooses},
@@ -426,8 +429,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                        .num_rows = NUM_ROWS(flex_walks_rows),
                        .chooses = always_chooses},
     [FA_FLEX_HIDDEN] = {.name = "flex_hidden",
-                        .files =
-                            FILES("flex_hidden.cu", "ptx_launch.cuh", FLEX_FILES, "cuda_problem.h", "integers.cuh"),
+                        .files = FILES("flex_hidden.cu", "ptx_launch.cuh", FLEX_FILES, PROBLEM_FILES, "integers.cuh"),
                         .arch = 90,
                         .knows = FA_FLEX,
                         .rows = flex_hidden_rows,
@@ -447,24 +449,32 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .num_rows = NUM_ROWS(kvcache_rows),
                     .chooses = any_chooses},
     [FA_COMBINE] = {.name = "combine",
-                    .files = FILES("combine.cu", "combine_params.h", "element.cuh", "ptx_sm80.cuh"),
+                    .files = FILES("combine.cu", "combine_params.h", "sinks.cuh", "sinks_params.h", "element.cuh",
+                                   "ptx_sm80.cuh"),
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = combine_rows,
                     .num_rows = NUM_ROWS(combine_rows),
                     .chooses = always_chooses},
     [FA_SINKS] = {.name = "sinks",
-                  .files = FILES("sinks.cu", SINKS_FILES),
+                  .files = FILES("sinks.cu", "sinks.cuh", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"),
                   .knows = FA_IN_BF16 | FA_IN_F32,
                   .rows = sinks_rows,
                   .num_rows = NUM_ROWS(sinks_rows),
                   .chooses = always_chooses},
     [FA_SINKS_GRAD] = {.name = "sinks_grad",
-                       .files = FILES("sinks_grad.cu", SINKS_FILES),
+                       .files = FILES("sinks_grad.cu", "sinks.cuh", "sinks_params.h", "element.cuh", "ptx_sm80.cuh"),
                        .rows = sinks_grad_rows,
                        .num_rows = NUM_ROWS(sinks_grad_rows),
                        .chooses = always_chooses},
+    [FA_MAX_LOGITS] = {.name = "max_logits",
+                       .files = FILES("max_logits.cu", "max_logits_params.h", "sinks.cuh", "sinks_params.h",
+                                      "element.cuh", "ptx_sm80.cuh"),
+                       .rows = max_logits_rows,
+                       .num_rows = NUM_ROWS(max_logits_rows),
+                       .chooses = always_chooses},
     [FA_BIAS_SHIFT] = {.name = "bias_shift",
-                       .files = FILES("bias_shift.cu", "bias_shift_params.h", SINKS_FILES),
+                       .files = FILES("bias_shift.cu", "bias_shift_params.h", "sinks.cuh", "sinks_params.h",
+                                      "element.cuh", "ptx_sm80.cuh"),
                        .knows = FA_IN_BF16 | FA_IN_F32,
                        .rows = bias_shift_rows,
                        .num_rows = NUM_ROWS(bias_shift_rows),
@@ -479,9 +489,10 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(quantize_rows),
                      .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
-                        .files = FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
-                                       "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
-                                       "attn_decode_merge.cuh", "attn_decode_append.cuh"),
+                        .files =
+                            FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
+                                  "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
+                                  "attn_decode_merge.cuh", "attn_decode_append.cuh", "sinks.cuh", "sinks_params.h"),
                         .arch = 90,
                         .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
                         .knows = FA_IN_BF16,

@@ -51,6 +51,7 @@ typedef enum {
     FA_SINKS,
     FA_SINKS_GRAD,
     FA_BIAS_SHIFT,
+    FA_MAX_LOGITS,
     FA_FWD_FP8_SM90,
     FA_FLEX_BLOCKS,
     FA_FLEX_CLASSIFY,

@@ -195,7 +195,7 @@ static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(p->d <= FA_MAX_HEAD_DIM, "FlashAttention %s only supports head dimension at most %d; q has %" PRId64,
             c->pass == FA_BWD ? "backward" : "forward", FA_MAX_HEAD_DIM, p->d);
     if (is_3) TRY(check_head_dims_of_3(c, p, err));
-    REQUIRE(p->h_kv >= 1, "k must have at least one head; it has num_heads_k = 0");
+    REQUIRE(p->h_kv >= 1, "%s must have at least one head; it has num_heads_k = 0", c->k.name);
     REQUIRE(p->h % p->h_kv == 0,
             "Number of heads in key/value must divide number of heads in query; k has %" PRId64 ", q has %" PRId64,
             p->h_kv, p->h);
@@ -206,7 +206,7 @@ static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(p->b <= INT32_MAX && p->h <= INT32_MAX && (double)p->b * (double)p->len_q * fmax(heads, 1) < most,
             "q must have at most 2147483647 sequences and heads, and 2^62 elements; it has %s", shape_words(&c->q, &w));
     REQUIRE((double)k[0] * (packed_k ? 1 : (double)p->len_kv) * heads_kv < most,
-            "k must have fewer than 2^62 elements; it has %s", shape_words(&c->k, &w));
+            "%s must have fewer than 2^62 elements; it has %s", c->k.name, shape_words(&c->k, &w));
 
     const int64_t k_batch = c->layout == FA_OP_DENSE ? p->b : k[0];
     const int64_t k_size[4] = {packed_k ? k[0] : k_batch, packed_k ? p->h_kv : p->len_kv, packed_k ? p->d : p->h_kv,
@@ -234,7 +234,7 @@ static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
     if (paged) {
         p->num_pages = k[0];
         p->page_size = k[1];
-        REQUIRE(p->page_size >= 1, "k must have a page size (dimension 1) of at least 1; it has 0");
+        REQUIRE(p->page_size >= 1, "%s must have a page size (dimension 1) of at least 1; it has 0", c->k.name);
     }
     p->total_q = packed_q ? p->len_q : p->b * p->len_q;
     p->total_kv = packed_k || (packed_q && !is_3) ? p->len_kv : p->b * p->len_kv;
@@ -503,7 +503,9 @@ static fa_status check_gradients(const fa_call *c, fa_error *err) {
 
 fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     words w;
-    *p = (fa_problem){.pass = c->pass, .empty_lse = c->layout == FA_OP_3 ? -INFINITY : INFINITY};
+    const bool is_3 = c->layout == FA_OP_3;
+    *p = (fa_problem){.pass = c->pass, .of_3 = is_3, .sinks = c->sinks};
+    p->empty_lse = is_3 || c->has_options ? -INFINITY : INFINITY;
     if (c->is_for_cpu) p->empty_lse = 0;
     REQUIRE(c->q.device_type == fa_torch.cpu || c->q.device_type == fa_torch.cuda,
             "q must be on the CPU or on CUDA; it "

@@ -32,6 +32,10 @@ typedef struct {
     fa_tensor k_new, v_new, rotary_cos, rotary_sin, cache_batch_idx;
     fa_tensor dout, softmax_lse, dq, dk, dv, rng_state;
 
+    /* Of the options of flash_attn_func (options.c). */
+    bool has_options; /* a row without keys has the lse -inf */
+    fa_sink_values sinks;
+
     /* Of torch's own ops (sdpa.c). */
     fa_tensor attn_bias;                /* [b, h, len_q, len_kv], where 1 may stand for a size */
     fa_tensor unread[3];                /* arguments that no kernel needs, and that may be undefined */

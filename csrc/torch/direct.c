@@ -264,6 +264,15 @@ static bool wants_gradients(const fa_call *call) {
             requires_grad(&call->k_new) || requires_grad(&call->v_new) || requires_grad(&call->qv));
 }
 
+/* Does a call whose op drops all gradients drop that of a table or factor? Python warns of it. */
+static bool drops_gradients(const fa_call *call) {
+    if (!fa_torch.aoti_torch_grad_mode_is_enabled()) return false;
+    const bool is_fp8 = call->q.dtype == fa_torch.e4m3; /* other dtypes ignore the descales */
+    return requires_grad(&call->rotary_cos) || requires_grad(&call->rotary_sin) || requires_grad(&call->alibi_slopes) ||
+           (is_fp8 &&
+            (requires_grad(&call->q_descale) || requires_grad(&call->k_descale) || requires_grad(&call->v_descale)));
+}
+
 /* ---- results ----------------------------------------------------------------------------------------------------- */
 
 enum { MAX_NDIM = 4 };
@@ -370,19 +379,21 @@ PyObject *fa_call_directly_with(fa_direct_function *f, PyObject *args, int num_f
     if (is_watched() || !read_arguments(signature, args, num, &call, &length)) goto refuse;
     PyObject *key = kernel_key(f, call.q.device_type == fa_torch.cuda);
     if (!key || is_overridden(key) || wants_dropout(&call) || is_cast(signature, &call)) goto refuse;
-    if (f->gradients != FA_GRADIENTS_IGNORED && wants_gradients(&call)) {
-        if (f->gradients == FA_GRADIENTS_OF_THE_OP || PyErr_Occurred()) goto refuse;
+    const bool drops_all = f->gradients == FA_GRADIENTS_OF_THE_OP;
+    if (f->gradients != FA_GRADIENTS_IGNORED && (wants_gradients(&call) || (drops_all && drops_gradients(&call)))) {
+        if (drops_all || PyErr_Occurred()) goto refuse;
         call.only_out = false;
     }
     out = bring_out(&call.q, &call);
-    if (execute) {
+    if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
+    if (status == FA_OK && execute) {
         status = execute(&call, further, &outputs, &err);
-        goto done;
+    } else if (status == FA_OK) {
+        Py_BEGIN_ALLOW_THREADS status = fa_execute(&call, &outputs, &err);
+        Py_END_ALLOW_THREADS
     }
-    Py_BEGIN_ALLOW_THREADS if (length >= 0) status = fa_repeat_length((int32_t)length, &call, &err);
-    if (status == FA_OK) status = fa_execute(&call, &outputs, &err);
     if (length >= 0 && call.seqused_k.handle) fa_torch.aoti_torch_delete_tensor_object(call.seqused_k.handle);
-    Py_END_ALLOW_THREADS done : if (status == FA_OK) return fa_results_of(out, &outputs);
+    if (status == FA_OK) return fa_results_of(out, &outputs);
     if (status != FA_EINVAL) { /* the op would fail in the same way, and might write a second time */
         Py_XDECREF(out);
         return fa_raise(status, &err);

@@ -2,6 +2,7 @@
 #include "direct.h"
 
 #include "flex_attend.h"
+#include "options.h"
 
 #define DENSE        "_flash_attn_forward"
 #define PACKED       "_flash_attn_varlen_forward"
@@ -28,13 +29,23 @@
     X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, FA_GRADIENTS_IGNORED)
 
 /* The same calls with mods: arguments of the op, then those of fa_flex_execute. */
-#define MODS     ", score, mask, blocks, wants_max"
-#define WITH_MAX "(out, softmax_lse), and max_scores if wanted"
-#define NUM_MODS 4
+#define MODS     ", score, mask, blocks, wants_max, sinks, shift"
+#define WITH_MAX "(out, softmax_lse), and max_logits if wanted"
+#define NUM_MODS 6
+
+/* The same calls with options: arguments of the op, then those of fa_execute_with_options. */
+#define OPTIONS_TOO ", sinks, wants_lse"
+#define MAYBE_LSE   "out, or (out, softmax_lse) if wanted"
+#define NUM_OPTIONS 2
 
 #define WITH_MODS(X)                                                                        \
     X(mods, DENSE_ARGUMENTS MODS, WITH_MAX, "_forward", DENSE, false, FA_GRADIENTS_IGNORED) \
     X(varlen_mods, VARLEN MODS, WITH_MAX, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED)
+
+#define WITH_OPTIONS(X)                                                                                      \
+    X(options, DENSE_ARGUMENTS OPTIONS_TOO, MAYBE_LSE, "_forward", DENSE, false, FA_GRADIENTS_IGNORED)       \
+    X(varlen_options, VARLEN OPTIONS_TOO, MAYBE_LSE, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED) \
+    X(kvcache_options, KVCACHE OPTIONS_TOO, MAYBE_LSE, "fwd_kvcache", "fwd_kvcache", false, FA_GRADIENTS_OF_THE_OP)
 
 /* clang-format off */
 #define FUNCTION_WITH_MODS(name, arguments, results, op, instead_of, only_out, gradients)     \
@@ -44,7 +55,16 @@
         return fa_call_directly_with(&function, args, NUM_MODS, fa_flex_execute);             \
     }
 
+#define FUNCTION_WITH_OPTIONS(name, arguments, results, op, instead_of, only_out, gradients)           \
+    static PyObject *call_##name(PyObject *self, PyObject *args) {                                     \
+        static fa_direct_function function = FA_DIRECT(op, instead_of, only_out, gradients);           \
+        (void)self;                                                                                    \
+        return fa_call_directly_with(&function, args, NUM_OPTIONS, fa_execute_with_options);           \
+    }
+
 FUNCTIONS(FA_DIRECT_FUNCTION)
 WITH_MODS(FUNCTION_WITH_MODS)
-PyMethodDef fa_direct_functions[] = {FUNCTIONS(FA_DIRECT_METHOD) WITH_MODS(FA_DIRECT_METHOD) {NULL, NULL, 0, NULL}};
+WITH_OPTIONS(FUNCTION_WITH_OPTIONS)
+PyMethodDef fa_direct_functions[] = {FUNCTIONS(FA_DIRECT_METHOD) WITH_MODS(FA_DIRECT_METHOD)
+                                     WITH_OPTIONS(FA_DIRECT_METHOD) {NULL, NULL, 0, NULL}};
 /* clang-format on */

@@ -6,11 +6,15 @@
 
 #include "args.h"
 #include "check.h"
+#include "cpu/max_logits.h"
 #include "execute.h"
 #include "failures.h"
 #include "flex/flex.h"
 #include "flex_values.h"
+#include "gpu/max_logits.h"
+#include "options.h"
 #include "outputs.h"
+#include "python_tensors.h"
 
 #define Q_DIMS   "(b, h, len_q, d)"
 #define O_DIMS   "(b, h, len_q, d_v)"
@@ -29,8 +33,8 @@ enum { Q_OFFSET, KV_LEN, BLOCK_TABLE, NUM_PLACES };
 typedef struct {
     PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
     PyObject *scale, *plain, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
-    PyObject *sequences;
-    fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES];
+    PyObject *sequences, *sinks, *shift;
+    fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES], of_sinks[2];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
     /* Of a call that makes its results: */
@@ -435,6 +439,28 @@ static void leave_to_mods(fa_problem *p) {
     p->cache_rows = 1;
 }
 
+/* Makes the largest score of each head of max_scores, the last result, and puts it in the place of max_scores. */
+static fa_status find_max_logits(const flex_call *c, const fa_tensor *q, fa_outputs *outputs, fa_error *err) {
+    const fa_problem *p = &c->problem;
+    const fa_row_stats *scores = &c->flex.max_scores;
+    fa_max_logits of = {.device_idx = p->device_idx,
+                        .b = p->b,
+                        .h = p->h,
+                        .rows = p->len_q,
+                        .scores = {scores->data, scores->stride_b, scores->stride_h, 1},
+                        .shift = p->sink_shift};
+    const int last = outputs->num - 1;
+    TRY(fa_make_output(outputs, q, 1, &of.h, (int64_t[]){1}, fa_torch.f32, (void **)&of.largest, err));
+    if (p->device == FA_CUDA) {
+        TRY(fa_cuda_max_logits(&of, err));
+    } else {
+        fa_cpu_max_logits(&of);
+    }
+    fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[last]);
+    outputs->tensor[last] = outputs->tensor[--outputs->num];
+    return FA_OK;
+}
+
 static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs *outputs, fa_error *err) {
     fa_problem *p = &c->problem;
     fa_status status = FA_OK;
@@ -446,6 +472,7 @@ static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs
         return fa_keep_exception(), FA_EPYTHON;
     TRY(fa_make_outputs(call, false, p, outputs, err));
     leave_to_mods(p);
+    TRY(fa_read_sinks(c->sinks, c->shift, &call->q, c->of_sinks, p, err));
     TRY(read_blocks(c, err));
     if (c->wants_max) {
         const int64_t size[] = {p->b, p->h, p->len_q}, rows = p->len_q > 1 ? p->len_q : 1,
@@ -454,13 +481,18 @@ static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs
         c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = stride[0], .stride_h = stride[1]};
     }
     p->flex = &c->flex;
-    if (p->h_kv == 0) return FA_OK; /* no tensor has an element */
-    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(p, err);
+    Py_BEGIN_ALLOW_THREADS if (p->h_kv > 0) status = fa_execute_problem(p, err); /* else no tensor has an element */
+    if (status == FA_OK && c->wants_max) status = find_max_logits(c, &call->q, outputs, err);
     Py_END_ALLOW_THREADS return status;
 }
 
 fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs *outputs, fa_error *err) {
-    flex_call c = {.score = mods[0], .mask = mods[1], .blocks = mods[2], .wants_max = mods[3] == Py_True};
+    flex_call c = {.score = mods[0],
+                   .mask = mods[1],
+                   .blocks = mods[2],
+                   .wants_max = mods[3] == Py_True,
+                   .sinks = mods[4],
+                   .shift = mods[5]};
     const fa_status status = execute_with_mods(&c, call, outputs, err);
     for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
     if (status == FA_OK) return FA_OK;
@@ -469,20 +501,6 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs
 }
 
 /* ---- calls that make their results ------------------------------------------------------------------------------- */
-
-/* Are the tensors torch.Tensors or Parameters? A tensor of another class makes results of its class. */
-static bool has_plain_tensors(const flex_call *c) {
-    static PyObject *parameter;
-    PyObject *module = parameter ? NULL : PyImport_ImportModule("torch.nn.parameter");
-    if (module) parameter = PyObject_GetAttrString(module, "Parameter");
-    Py_XDECREF(module);
-    PyObject *const tensors[] = {c->q, c->k, c->v};
-    for (int i = 0; i < 3; i++) {
-        PyObject *type = (PyObject *)Py_TYPE(tensors[i]);
-        if (type != fa_tensor_type && (!parameter || type != parameter)) return false;
-    }
-    return true;
-}
 
 /* Returns (out, lse, max_scores or None, blocks or None), or NULL. */
 static PyObject *results_of(flex_call *c) {
@@ -506,7 +524,8 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     if (!PyArg_UnpackTuple(args, "flex_direct", 11, 11, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
                            &c.mask, &c.block_mask, &c.sequences, &wants_max))
         return NULL;
-    if (!fa_torch.wrap || fa_gpu_imagined() || !has_plain_tensors(&c)) Py_RETURN_NONE;
+    if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_plain(c.q) || !fa_is_plain(c.k) || !fa_is_plain(c.v))
+        Py_RETURN_NONE;
     c.wants_max = wants_max == Py_True;
     c.enables_gqa = enable_gqa == Py_True;
     const fa_status status = attend(&c, FA_FWD, &err);

@@ -20,7 +20,8 @@
 #include "outputs.h"
 
 /* Executes a forward of the plain ops (direct.h), whose window, softcap, slopes and places of packed sequences the mods
- * compute. mods: score, mask, blocks and whether max_scores is wanted, a third result [b, h, len_q]. With packed
+ * compute. mods: score, mask, blocks, whether the largest score of each head is wanted, a third result [h], sinks or
+ * None, and None or the shift that the score subtracts from the scores of rows. With packed
  * sequences the mods see one batch, whose rows and keys are those of the tensors. */
 fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs *outputs, fa_error *err);
 

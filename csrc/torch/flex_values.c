@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "failures.h"
+#include "python_tensors.h"
 
 #define FA_FLEX_DTYPE(enumerator, name, type, bytes) #name,
 const char *const fa_flex_dtype_names[FA_FLEX_NUM_DTYPES] = {FA_FLEX_DTYPES(FA_FLEX_DTYPE)};
@@ -15,16 +16,26 @@ const char *const fa_flex_result_names[FA_FLEX_NUM_TYPES] = {"bool", "int64", "f
 /* ---- tensors ----------------------------------------------------------------------------------------------------- */
 
 /* An at::Tensor is a pointer to its TensorImpl, and a handle of the C shim points to an at::Tensor. */
+/* The TensorImpl of any tensor, as Python says it. NULL: there is none. */
+static void *impl_of(PyObject *tensor) {
+    static PyObject *cdata;
+    if (!cdata) cdata = PyUnicode_InternFromString("_cdata");
+    PyObject *address = cdata ? PyObject_GetAttr(tensor, cdata) : NULL;
+    void *impl = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    PyErr_Clear();
+    return impl;
+}
+
 fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor *to, fa_error *err) {
     *to = (fa_flex_tensor){.t = {.name = name}};
     if (object == Py_None) return FA_OK;
-    REQUIRE(PyObject_IsInstance(object, fa_tensor_type) == 1, "%s must be a torch.Tensor", name);
-    static PyObject *cdata;
-    if (!cdata) cdata = PyUnicode_InternFromString("_cdata");
-    PyObject *address = cdata ? PyObject_GetAttr(object, cdata) : NULL;
-    to->impl = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    PyErr_Clear();
+    if (fa_is_plain(object) && fa_find_tensors()) {
+        to->impl = *(void **)fa_handle_of(object);
+    } else {
+        REQUIRE(PyObject_IsInstance(object, fa_tensor_type) == 1, "%s must be a torch.Tensor", name);
+        to->impl = impl_of(object);
+    }
     REQUIRE(to->impl, "%s is a tensor without memory of its own", name);
     fa_tensor_read((AtenTensorHandle)&to->impl, &to->t);
     REQUIRE(to->t.device_type == fa_torch.cpu || to->t.device_type == fa_torch.cuda,

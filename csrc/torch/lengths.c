@@ -78,7 +78,8 @@ fa_status check_lengths(const fa_call *c, fa_problem *p, fa_error *err) {
     if (packed_q && p->len_q > p->total_q) p->len_q = p->total_q;
     if (packed_k && p->len_kv > room) p->len_kv = room;
     if (is_3) {
-        REQUIRE((double)p->b * (double)p->len_kv < 0x1p62, "k must have fewer than 2^62 keys over the batch");
+        REQUIRE((double)p->b * (double)p->len_kv < 0x1p62, "%s must have fewer than 2^62 keys over the batch",
+                c->k.name);
         if (!packed_k) p->total_kv = p->b * c->k.size[1];
         if (c->k.size[0] == 0 || (!packed_k && c->k.size[1] == 0)) p->empty_lse = INFINITY;
     }

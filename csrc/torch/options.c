@@ -1,11 +1,12 @@
-/* The epilogue of learned sinks and its gradient, the shift of low biases, and on the CPU the places of packed
- * sequences. A function here returns None if it cannot serve the call, and has done nothing then. Python does the same
- * with torch's functions. */
+/* Calls with learned sinks, sinks behind a call and their gradient, the shift of low biases, and on the CPU the places
+ * of packed sequences. A function here returns None if it cannot serve the call, and has done nothing then. Python does
+ * the same with torch's functions. */
 #include "options.h"
 
 #include "check.h"
 #include "cpu/bias_shift.h"
 #include "cpu/sinks.h"
+#include "execute.h"
 #include "failures.h"
 #include "flex_values.h"
 #include "gpu/bias_shift.h"
@@ -37,13 +38,7 @@ static fa_status read_beside(const fa_tensor *like, PyObject *object, const char
     return FA_OK;
 }
 
-/* ---- sinks ------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    fa_flex_tensor sinks, out, lse, delta, shift, ends;
-    fa_sinks s;
-} sinks_call;
-
+/* ---- sinks in a call --------------------------------------------------------------------------------------------- */
 /* Reads a number for each of the heads, if there are sinks. */
 static fa_status read_values(const fa_tensor *t, int64_t h, fa_sink_values *values, fa_error *err) {
     if (!present(t)) return FA_OK;
@@ -54,12 +49,12 @@ static fa_status read_values(const fa_tensor *t, int64_t h, fa_sink_values *valu
 
 /* Reads [b, h, rows], or [h, rows] of packed sequences. There may be rows behind the call's. With repeats 1 stands for
  * any size. */
-static fa_status read_rows(const sinks_call *c, const fa_tensor *t, bool repeats, fa_sink_rows *rows, fa_error *err) {
-    const int64_t of_call[] = {c->s.b, c->s.h, c->s.rows};
+static fa_status read_rows(const int64_t of_call[3], const fa_tensor *t, bool repeats, fa_sink_rows *rows,
+                           fa_error *err) {
     int64_t stride[3] = {0};
     if (!present(t)) return FA_OK;
-    REQUIRE(t->dtype == fa_torch.f32 && (t->ndim == 3 || (t->ndim == 2 && c->s.b == 1)), "%s must be fp32 [b, h, rows]",
-            t->name);
+    REQUIRE(t->dtype == fa_torch.f32 && (t->ndim == 3 || (t->ndim == 2 && of_call[0] == 1)),
+            "%s must be fp32 [b, h, rows]", t->name);
     for (int i = 0; i < 3; i++) {
         const int64_t dim = i - (3 - t->ndim), size = dim < 0 ? 1 : t->size[dim];
         REQUIRE(size == of_call[i] || (i == 2 && size > of_call[i]) || (repeats && size == 1),
@@ -69,6 +64,36 @@ static fa_status read_rows(const sinks_call *c, const fa_tensor *t, bool repeats
     *rows = (fa_sink_rows){t->data, stride[0], stride[1], stride[2]};
     return FA_OK;
 }
+
+fa_status fa_read_sinks(PyObject *sinks, PyObject *shift, const fa_tensor *q, fa_flex_tensor tensors[2], fa_problem *p,
+                        fa_error *err) {
+    const int64_t of_call[] = {p->cu_seqlens_q ? 1 : p->b, p->h, p->cu_seqlens_q ? p->total_q : p->len_q};
+    TRY(read_beside(q, sinks, "sinks", &tensors[0], err));
+    TRY(read_beside(q, shift, "the shift", &tensors[1], err));
+    TRY(read_values(&tensors[0].t, p->h, &p->sinks, err));
+    return read_rows(of_call, &tensors[1].t, true, &p->sink_shift, err);
+}
+
+fa_status fa_execute_with_options(const fa_call *call, PyObject *const *options, fa_outputs *outputs, fa_error *err) {
+    const fa_tensor *q = &call->q;
+    fa_flex_tensor sinks;
+    fa_call own = *call;
+    fa_status status = FA_OK;
+    REQUIRE(q->ndim >= 3, "q must have heads");
+    REQUIRE(options[0] == Py_None || fa_is_plain(options[0]), "sinks must be a torch.Tensor");
+    TRY(read_beside(q, options[0], "sinks", &sinks, err));
+    TRY(read_values(&sinks.t, q->size[q->ndim - 2], &own.sinks, err));
+    own.has_options = true, own.only_out = options[1] != Py_True;
+    Py_BEGIN_ALLOW_THREADS status = fa_execute(&own, outputs, err);
+    Py_END_ALLOW_THREADS return status;
+}
+
+/* ---- sinks behind a call ----------------------------------------------------------------------------------------- */
+
+typedef struct {
+    fa_flex_tensor sinks, out, lse, delta, shift, ends;
+    fa_sinks s;
+} sinks_call;
 
 static fa_status read_forward(sinks_call *c, PyObject *const *objects, fa_error *err) {
     const fa_tensor *o = &c->out.t, *lse = &c->lse.t;
@@ -89,9 +114,9 @@ static fa_status read_forward(sinks_call *c, PyObject *const *objects, fa_error 
                       .out = {o->data, is_packed ? 0 : o->stride[0], .stride_row = o->stride[o->ndim - 3],
                               .stride_h = o->stride[o->ndim - 2]}};
     REQUIRE(lse->ndim == o->ndim - 1 && lse->size[lse->ndim - 1] == c->s.rows, "softmax_lse must have the rows of out");
-    TRY(read_rows(c, lse, false, &c->s.lse, err));
+    TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, lse, false, &c->s.lse, err));
     REQUIRE(c->s.lse.stride_row > 0 || c->s.rows <= 1, "softmax_lse must have memory for each row");
-    TRY(read_rows(c, &c->shift.t, true, &c->s.shift, err));
+    TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, &c->shift.t, true, &c->s.shift, err));
     return read_values(&c->sinks.t, c->s.h, &c->s.sinks, err);
 }
 
@@ -126,9 +151,9 @@ static fa_status read_backward(sinks_call *c, PyObject *const *objects, fa_error
                       .h = lse->size[lse->ndim - 2],
                       .rows = lse->size[lse->ndim - 1]};
     REQUIRE(present(&c->sinks.t) && present(&c->delta.t), "sinks and softmax_d must be tensors");
-    TRY(read_rows(c, lse, false, &c->s.lse, err));
-    TRY(read_rows(c, &c->delta.t, false, &c->s.delta, err));
-    TRY(read_rows(c, &c->shift.t, true, &c->s.shift, err));
+    TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, lse, false, &c->s.lse, err));
+    TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, &c->delta.t, false, &c->s.delta, err));
+    TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, &c->shift.t, true, &c->s.shift, err));
     TRY(read_values(&c->sinks.t, c->s.h, &c->s.sinks, err));
     if (!present(ends)) return FA_OK;
     REQUIRE(ends->dtype == fa_torch.i32 && ends->ndim == 1 && ends->size[0] >= 1 && contiguous(ends),

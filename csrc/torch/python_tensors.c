@@ -36,6 +36,17 @@ AtenTensorHandle fa_handle_of(PyObject *tensor) { return (AtenTensorHandle)((cha
 
 PyObject *fa_object_of(AtenTensorHandle handle) { return (PyObject *)((char *)handle - offset_of_tensor); }
 
+bool fa_is_plain(PyObject *object) {
+    static PyObject *parameter;
+    PyObject *type = (PyObject *)Py_TYPE(object), *module = NULL;
+    if (type == fa_tensor_type) return true;
+    if (!parameter) module = PyImport_ImportModule("torch.nn.parameter");
+    if (module) parameter = PyObject_GetAttrString(module, "Parameter");
+    Py_XDECREF(module);
+    PyErr_Clear();
+    return parameter && type == parameter;
+}
+
 PyObject *fa_results_of(PyObject *first, const fa_outputs *outputs) {
     const int num_before = first ? 1 : 0, num = num_before + outputs->num;
     PyObject *tuple = num > 1 ? PyTuple_New(num) : NULL, *tensor = first;

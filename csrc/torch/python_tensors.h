@@ -16,6 +16,9 @@ bool fa_find_tensors(void);
 AtenTensorHandle fa_handle_of(PyObject *tensor);
 PyObject *fa_object_of(AtenTensorHandle handle);
 
+/* Is the object a torch.Tensor or a Parameter? A tensor of another class makes results of its class. */
+bool fa_is_plain(PyObject *object);
+
 /* Returns one tensor, or a tuple of several. `first` comes first if it is not NULL. The outputs of a call follow. This
  * function takes all references. NULL: there is an exception. */
 PyObject *fa_results_of(PyObject *first, const fa_outputs *outputs);

@@ -255,7 +255,7 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     may_be_plain = (
         not options["wants_max"] and not (options["wants_lse"] and is_recorded) and all(map(_is_as_made, lists))
     )
-    blocks = (block_size if lists else [], lists)
+    blocks = (block_size if all(block_size) else [], lists)  # a size without lists: the op finds the lists on a GPU
     of_sequences = ([] if all(x is None for x in sequences[:3]) else list(sequences[:3]), sequences.blocks_have_offset)
     tail = (score[2:] if score else ([], []), *of_mask, *blocks, *of_sequences)
     program, head = score[0] if score else None, (scale, may_be_plain)
@@ -336,9 +336,12 @@ def _options(wants_lse, wants_max, deterministic=False, follows_autocast=True):
     }  # fmt: skip
 
 
-def attend_with_sinks(query, key, value, score_mod, mask_mod, scale, sinks, wants_max, deterministic):
-    """The options of ``flash_attn_func``, while Dynamo traces it: out, lse and max_scores. sinks may be None."""
-    blocks = (0, 0, None, None, None, None, None, None, None, False, sinks, _mask_function(mask_mod))
+def attend_with_sinks(query, key, value, score_mod, mask_mod, scale, sinks, wants_max, deterministic, block):
+    """The options of ``flash_attn_func``, while Dynamo traces it: out, lse and max_scores. sinks may be None.
+
+    ``block``: the size of the blocks that the kernels of GPUs look for, or 0.
+    """
+    blocks = (block, block, None, None, None, None, None, None, None, False, sinks, _mask_function(mask_mod))
     options = _options(True, wants_max, deterministic, follows_autocast=False)
     return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
 

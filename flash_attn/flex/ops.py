@@ -77,12 +77,42 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
         plain, score, mask = found, None, None
     elif lists:
         blocks = (*map(int, block_size), *lists, *[None] * (4 - len(lists)))
+    elif mask is not None and not is_on_cpu(query) and block_size and query.numel() and len_kv:
+        blocks = _blocks_on_gpu(query, mask, programs[1], len_kv, tuple(map(int, block_size)))
     elif mask is not None and is_on_cpu(query) and query.numel() and len_kv:
         sizes, q_offset, block = attention.block_sizes(query, True, True, sequences)
         made = _classify(query, mask, [*sizes, query.size(-2), len_kv], block, q_offset)
         blocks = (*block, *(made[i] for i in PARTIAL_AND_FULL))
     scale = max(query.size(-1), 1) ** -0.5 if scale is None else scale
     return Call(scale, score, mask, blocks, plain, sequences)
+
+
+_kept_blocks = collections.OrderedDict()
+MOST_KEPT = 16
+
+
+def _blocks_on_gpu(query, mask, program, len_kv, block):
+    """The blocks of a mask without lists, as the kernels take them, or None if there is one block.
+
+    The layers of a model have the same window, which reads no tensor. Its lists are kept for one stream. A CUDA graph
+    makes lists of its own, because those that are kept may be forgotten.
+    """
+    shape = [query.size(i) if program is None or program.reads(op) else 1 for i, op in enumerate("bh")]
+    shape += query.size(-2), len_kv
+    if shape[2] <= block[0] and shape[3] <= block[1]:
+        return None
+    is_kept = not mask[1] and query.is_cuda and not torch.cuda.is_current_stream_capturing()
+    stream = torch._C._cuda_getCurrentRawStream(query.device.index) if is_kept else None
+    key = mask[0], mask[2], *shape, *block, query.device, stream
+    found = _kept_blocks.get(key) if is_kept else None
+    if found is None:
+        made = _classify(query, mask, shape, block)
+        found = (*block, *(made[i] for i in PARTIAL_AND_FULL))
+    if is_kept:
+        _kept_blocks[key] = found
+        while len(_kept_blocks) > MOST_KEPT:
+            _kept_blocks.popitem(last=False)
+    return found
 
 
 def _lists_say(lists, mask, len_q, len_kv, block_size):

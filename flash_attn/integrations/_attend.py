@@ -11,6 +11,7 @@ Tensors are ``[b, len, h, d]`` here.
 
 import torch
 
+from flash_attn._autocast import follow_autocast
 from flash_attn._remembered import remembered
 from flash_attn.bert_padding import index_first_axis, pad_input
 from flash_attn.flash_attn_interface import (
@@ -103,6 +104,7 @@ def attend(q, k, v, key_mask, *, scale, window=ALL, softcap=0.0, dropout=0.0, si
     if keys.is_full:
         return flash_attn_func(q, k, v, dropout, **options)
     if not dropout and keys.lie_together and not wants_gradients(q, k, v, sinks):
+        q, k, v = follow_autocast("qkv", (q, k, v))  # here k and v are no cache, whose dtype the rows would take
         k, v = map(maybe_contiguous, (k, v))
         left_pad = None if keys.start_at_0 else keys.first
         if window == ALL:

@@ -199,9 +199,10 @@ def mask_for_flash(
     may_skip = skips_causal if rule.right == 0 else allow_is_bidirectional_skip
     if may_skip and has_no_window and (padding is None or bool(padding.all())):
         return None
-    mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if padding is None else padding.bool()
-    # A tensor of its own with dense strides: a copy that a client makes would have no rule.
-    mask = mask.expand(batch_size, kv_length).contiguous().view(batch_size, kv_length)
+    # It has dense strides, because a copy that a client makes would have no rule. It has memory of its own, because the
+    # rule is noted for this memory, and the caller's attention_mask has no rule.
+    mask = torch.empty(batch_size, kv_length, dtype=torch.bool, device=device)
+    mask.copy_(torch.ones_like(mask) if padding is None else padding.bool())
     mask.flash_attn_rule = rule
     note(mask, rule)
     return mask

@@ -135,6 +135,18 @@ def _refuse_tangents(arguments):
             raise NotImplementedError("flash_attn_3 has no jvp: there is no forward-mode derivative of attention")
 
 
+def refuse_transforms(arguments):
+    """Refuses the transforms of torch.func, whose own sentence speaks of classes that the caller cannot see."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(arguments)
+    if not torch._C._are_functorch_transforms_active():
+        return
+    raise NotImplementedError(
+        "flash_attn_3 has no gradients under the transforms of torch.func: use torch.autograd.grad, or "
+        "flash_attn.flash_attn_func, which has them"
+    )
+
+
 def call_op(op, *arguments):
     """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
     if torch.compiler.is_compiling():

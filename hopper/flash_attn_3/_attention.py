@@ -20,6 +20,7 @@ from flash_attn_3._arguments import (
     distinct,
     has_distributed,
     maybe_contiguous,
+    refuse_transforms,
 )
 from flash_attn_3._ops import _C, ops, refuse_backward, register_once
 
@@ -250,6 +251,8 @@ def _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse, r
         or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     ):
+        if not compiling:
+            refuse_transforms((*tensors, *options))
         rest = distinct(*tensors, num_heads_q, deterministic, return_lse, *lengths, *options)
         return _Attention.apply(len(tensors), *rest)
     results = run_forward(*_split(tensors, num_heads_q), lengths, options)

@@ -141,7 +141,10 @@ def flash_attn_with_kvcache(
         )  # fmt: skip
         if results is not None:
             return results
-    _warn_of_gradients(q, k_cache, v_cache, k, v, qv)
+    descales = (q_descale, k_descale, v_descale) if getattr(q, "dtype", None) == torch.float8_e4m3fn else ()
+    _warn_of_gradients(
+        q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, softmax_scale, softcap, *descales
+    )  # fmt: skip
     named = {
         "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "qv": qv, "rotary_cos": rotary_cos,
         "rotary_sin": rotary_sin, "cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx,
@@ -191,7 +194,8 @@ def _attend(named):
         cache_seqlens = torch.full(shape, cache_seqlens, dtype=torch.int32, device=q.device)
     elif cache_seqlens is not None:
         check_tensors(cache_seqlens=cache_seqlens)
-    out = q.new_empty((*q.shape[:-1], *v_cache.shape[-1:]), dtype=output_dtype(q))
+    make = q.new_empty if cu_seqlens_q is None else q.new_zeros  # the op leaves rows of no sequence in a caller's out
+    out = make((*q.shape[:-1], *v_cache.shape[-1:]), dtype=output_dtype(q))
     left, right = as_window(window_size)
     softmax_lse = call_op(
         ops._fwd_kvcache.default, q, k_cache, v_cache, *map(maybe_contiguous, (k, v, qv)), out,

@@ -423,14 +423,14 @@ static void case_print(const test_case *c) {
     const fa_problem *p = &c->p;
     printf(
         "  replay: check_kernels --seed %llu%s   %s %s b %d h %d h_kv %d d %d d_v %d len_q %d len_kv %d window %d,%d "
-        "chunk %d softcap %g%s%s%s%s%s%s%s%s%s%s\n",
+        "chunk %d softcap %g%s%s%s%s%s%s%s%s%s%s%s\n",
         (unsigned long long)c->seed, has_16_bytes ? " --16-bytes" : "", p->pass == FA_FWD ? "fwd" : "bwd",
         fa_dtype_name(p->dtype), (int)p->b, (int)p->h, (int)p->h_kv, (int)p->d, (int)p->d_v, (int)p->len_q,
         (int)p->len_kv, (int)p->window_left, (int)p->window_right, (int)p->attention_chunk, p->softcap,
         p->alibi_slopes ? " alibi" : "", p->dropout_p > 0 ? " dropout" : "", p->cu_seqlens_q ? " packed-q" : "",
         p->cu_seqlens_k ? " packed-k" : "", p->paged ? " paged" : "", p->leftpad_k ? " leftpad" : "",
         p->cache_batch_idx ? " cache_batch_idx" : "", p->qv.data ? " qv" : "", p->seqused_q ? " seqused_q" : "",
-        c->hides_nan ? " hidden-nan" : "");
+        c->hides_nan ? " hidden-nan" : "", p->sinks.data ? " sinks" : "");
 }
 
 #endif

@@ -23,6 +23,7 @@
 #include "definitions.h"
 #include "naive.h"
 #include "cpu/bwd_layout.h"
+#include "sinks.h"
 #include <time.h>
 
 /* ---- one random case ----------------------------------------------------------------------------------------- */
@@ -108,6 +109,7 @@ static bool check_isa(const test_case *c, fa_isa isa, output *outputs, const fa_
 /* The tested gradients follow from the kernel's own forward, as the gradients of a user do. */
 static bool check_case(uint64_t seed, fa_pass pass, fa_dtype dtype, bool verbose) {
     test_case c = case_make(seed, pass, dtype);
+    if (IS_CUDA) draw_sinks(&c, seed);
     fa_problem *p = &c.p, exact = *p;
     const int num_tensors = pass == FA_BWD ? 4 : 1;
     if (verbose) case_print(&c);
@@ -134,6 +136,7 @@ static bool check_case(uint64_t seed, fa_pass pass, fa_dtype dtype, bool verbose
     run_forward_reference(&exact);
     if (pass == FA_BWD) run_reference(&exact);
     naive_attention(p, &naive);
+    add_sinks_to_both(p, &exact.o, &naive.o, &exact.lse, c.at_end);
 
     bool good = true;
     for (int isa = 0; isa < FA_NUM_ISAS; isa++) {

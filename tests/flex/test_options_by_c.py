@@ -4,7 +4,7 @@ import flash_attn_2_cuda
 import pytest
 import torch
 
-from flash_attn import _sinks, flash_attn_func, flash_attn_varlen_func
+from flash_attn import _calls, _sinks, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flex import options
 
 INF = float("inf")
@@ -172,3 +172,126 @@ def test_gradients_of_some_inputs(wanted, device):
     want = torch.autograd.grad(out, tensors, dout)[-1]
     for grad in grads:
         torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_largest_score_of_each_head(monkeypatch, is_packed, device):
+    """C's is that of torch's functions: of low biases, NaN, hidden rows and no rows."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (numbers(generator, device, 3, n, 5, 16) for n in (170, 90, 90))
+    q[1, 7, 2] = float("nan")
+    q[:, :, 3] = 0
+    bias = torch.zeros(3, 5, 170, 90, device=device)
+    bias[:, 1], bias[:, 4], bias[0, 3] = -5000, -INF, 7
+    sinks = numbers(generator, device, 5)
+    cu_q, cu_k = (torch.arange(4, device=device, dtype=torch.int32) * n for n in (170, 90))
+    for wanted in ({}, {"attn_bias": bias}, {"attn_bias": bias, "sinks": sinks, "causal": True}):
+        for rows in (170, 0):
+            found = []
+            for way in ("short", "long"):
+                with monkeypatch.context() as patch:
+                    if way == "long":
+                        patch.setattr(_calls, "_short_way", lambda: lambda *_: None)
+                    given = {**wanted, **({"attn_bias": bias[:, :, :rows]} if "attn_bias" in wanted else {})}
+                    if is_packed:
+                        packed = *(x.flatten(0, 1) for x in (q[:, :rows], k, v)), cu_q * (rows > 0), cu_k
+                        results = flash_attn_varlen_func(*packed, rows, 90, return_max_logits=True, **given)
+                    else:
+                        results = flash_attn_func(q[:, :rows], k, v, return_max_logits=True, **given)
+                    found.append(results[1])
+            torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6, equal_nan=True)
+            assert found[0].shape == (5,) and found[0].dtype == torch.float32
+            assert (found[0] == -INF).all() == (rows == 0)
+
+
+# ---- sinks in the kernels of GPUs ----------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+KERNELS = ["", "any,sm80", "any"]  # those for Hopper, those before, and the generic ones
+
+
+@pytest.fixture
+def chosen(request):
+    flash_attn_2_cuda.set_cuda_kernels(request.param or None)
+    yield request.param
+    flash_attn_2_cuda.set_cuda_kernels(None)
+
+
+SINKS = torch.tensor([0.5, -INF, INF, 40.0, -3.0, 2e4, -1e30, float("nan")], dtype=torch.float64)
+
+
+def of_sinks(device, dtype, size=8):
+    """Finite and infinite sinks, with a stride."""
+    return SINKS.to(dtype).repeat_interleave(2)[: 2 * size].to(device)[::2]
+
+
+@needs_gpu
+@pytest.mark.parametrize("chosen", KERNELS, indirect=True)
+@pytest.mark.parametrize("d", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sinks_of_every_kernel(chosen, d, dtype):
+    """Results and lse are the CPU's: with rows that see no key, dense, packed and of a cache."""
+    generator = torch.Generator().manual_seed(d)
+    q, k, v = (numbers(generator, "cpu", 2, n, h, d).to(dtype) for n, h in ((200, 8), (130, 2), (130, 2)))
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 90, 90, 190], [0, 0, 40, 130]))
+    lengths = torch.tensor([130, 0], dtype=torch.int32)
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}[dtype]
+    for of in (torch.float32, torch.bfloat16, torch.float64):
+        found = []
+        for device in ("cuda", "cpu"):
+            wide = dtype if device == "cuda" else torch.float32
+            x, y, z = (t.to(device, wide) for t in (q, k, v))
+            sinks, used = of_sinks(device, of), lengths.to(device)
+            packed = *(t.flatten(0, 1)[:n] for t, n in ((x, 193), (y, 140), (z, 140))), cu_q.to(device), cu_k.to(device)
+            results = [
+                *(flash_attn_func(x, y, z, causal=c, sinks=sinks, return_lse=True) for c in (False, True)),
+                flash_attn_func(x, y, z, window_size=(30, 3), softcap=5.0, sinks=sinks, return_lse=True),
+                flash_attn_varlen_func(*packed, 100, 90, causal=True, sinks=sinks, return_lse=True),
+                flash_attn_varlen_func(
+                    *packed, 100, 90, sinks=sinks, attn_mask=used.new_ones(1).bool(), return_lse=True
+                ),
+                flash_attn_func(x, y, z, sinks=sinks, attn_bias=sinks.new_full((1,), -2e3).float(), return_lse=True),
+            ]
+            for rows, splits in ((1, 0), (1, 3), (5, 0), (40, 0)):
+                cache = y.clone(), z.clone()
+                new = y[:, :rows], z[:, :rows]
+                results.append(
+                    flash_attn_with_kvcache(x[:, :rows], *cache, cache_seqlens=used, causal=True, num_splits=splits,
+                                            return_softmax_lse=True, sinks=sinks)
+                )  # fmt: skip
+                results.append(
+                    flash_attn_with_kvcache(x[:, :rows], *cache, *new, cache_seqlens=used // 2, sinks=sinks,
+                                            return_softmax_lse=True)
+                )  # fmt: skip
+            found.append(results)
+        for i, (has, want) in enumerate(zip(*found, strict=True)):
+            for a, b in zip(has, want, strict=True):
+                a, b = (a[:190], b[:190]) if i in (3, 4) and a.dim() == 3 else (a, b)  # rows of sequences
+                a, b = (a[:, :190], b[:, :190]) if i in (3, 4) and a.dim() == 2 else (a, b)
+                torch.testing.assert_close(a.cpu().float(), b.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@needs_gpu
+@pytest.mark.parametrize("chosen", KERNELS, indirect=True)
+@pytest.mark.parametrize("call", ["dense", "packed", "cache", "mods"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_sinks_round_once(chosen, d, call):
+    """Two keys of the same score. The mean of their values is no bf16, so a second rounding would show."""
+    generator = torch.Generator().manual_seed(d)
+    q = torch.zeros(2, 70, 4, d, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 2, 4, d).to(q), numbers(generator, "cuda", 2, 2, 4, d).to(q)
+    sinks = torch.tensor([-1.0, 0.3, 1.7, 4.0], device="cuda")
+    q = q[:, :1] if call == "cache" else q
+    cu_q, cu_k = (torch.arange(3, device="cuda", dtype=torch.int32) * n for n in (70, 2))
+    if call == "dense":
+        out = flash_attn_func(q, k, v, sinks=sinks)
+    elif call == "packed":
+        out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), cu_q, cu_k, 70, 2, sinks=sinks).view_as(q)
+    elif call == "cache":
+        out = flash_attn_with_kvcache(q, k, v, sinks=sinks)
+    else:
+        out = flash_attn_func(q, k, v, sinks=sinks, attn_mask=torch.ones(70, 2, device="cuda", dtype=torch.bool))
+    exact = v.double().sum(1, keepdim=True) / (2 + sinks.double().exp())[:, None]
+    unit = 2.0 ** (exact.abs().clamp(min=2.0**-120).log2().floor() - 7)
+    assert ((out.double() - exact).abs() / unit).max() < 0.505

@@ -204,6 +204,22 @@ def test_checkpoint():
 def test_jvp_is_refused():
     import torch.autograd.forward_ad as forward_ad
 
-    with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError)):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="flash_attn_3 has no jvp"):
         q = forward_ad.make_dual(make(1, 3, 2, 32), make(1, 3, 2, 32))
         fa3.flash_attn_func(q, q, q)
+
+
+def test_transforms_of_torch_func():
+    """vmap without gradients is a call for each entry. The rest is refused in one sentence."""
+    q, x = make(2, 3, 2, 32), make(2, 1, 3, 2, 32)
+    out = torch.func.vmap(lambda x: fa3.flash_attn_func(x, x, x))(x)
+    assert torch.equal(out[1], fa3.flash_attn_func(x[1], x[1], x[1]))
+
+    def loss(q):
+        return fa3.flash_attn_func(q, q, q).sum()
+
+    for transform in (torch.func.grad(loss), torch.func.jacrev(loss), torch.func.vmap(torch.func.grad(loss))):
+        with pytest.raises(NotImplementedError, match="no gradients under the transforms of torch.func.*autograd.grad"):
+            transform(x if "vmap" in str(transform) else q)
+    with pytest.raises(NotImplementedError, match="flash_attn_3 has no jvp"):
+        torch.func.jvp(loss, (q,), (q,))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from flash_attn_3 import _kvcache
 from flash_attn_3.flash_attn_interface import flash_attn_with_kvcache, get_scheduler_metadata
 from oracle3 import INF, assert_close, assert_lse, attention
 from tensors3 import E4M3, i32
@@ -240,3 +241,38 @@ def test_rotary_tables_in_fp8(packed, function):
         function(*wide, rotary_cos=cos, rotary_sin=sin, **call)
     with pytest.raises(RuntimeError, match="rotary_sin must have the dtype of rotary_cos, bf16 or FP8"):
         function(q, caches.k, caches.v, k, v, rotary_cos=cos, rotary_sin=sin.bfloat16(), **call)
+
+
+@pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin", "q_descale", "k_descale", "v_descale", "softcap"])
+def test_a_table_or_factor_may_require_grad(name, monkeypatch):
+    monkeypatch.setattr(_kvcache, "_has_warned", False)
+    caches = Caches(None, E4M3)
+    q, k, v = (torch.randn(B, 1, h, D).to(E4M3) for h in (H, H_KV, H_KV))
+    options = {x: torch.rand(CAPACITY, 8).bfloat16() for x in ("rotary_cos", "rotary_sin")}
+    options.update({f"{x}_descale": torch.rand(B, H_KV) for x in "qkv"}, softcap=torch.tensor(3.0))
+    options[name] = options[name].requires_grad_()
+    with pytest.warns(UserWarning, match="flash_attn_with_kvcache has no backward"):
+        flash_attn_with_kvcache(q, caches.k, caches.v, k, v, cache_seqlens=2, **options)
+
+
+def test_errors_name_the_cache():
+    x = torch.randn(6, 4, 2, 16)
+    with pytest.raises(RuntimeError, match=r"^k_cache must have a page size \(dimension 1\) of at least 1; it has 0"):
+        flash_attn_with_kvcache(x[:2, :1], x[:, :0], x[:, :0], page_table=i32(0, 1).view(2, 1))
+    with pytest.raises(RuntimeError, match="^k_cache must have at least one head"):
+        flash_attn_with_kvcache(x[:2, :1, :0], x[:2, :, :0], x[:2, :, :0])
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_packed_rows_of_no_sequence_are_zero(is_direct):
+    """The direct function refuses a query whose columns do not lie side by side, and Python makes the result."""
+    caches = Caches(None, torch.float32)
+    q = torch.randn(7, H, D) if is_direct else torch.randn(7, D, H).transpose(1, 2)
+    call = {"cache_seqlens": 5, "cu_seqlens_q": i32(0, 2, 3, 5), "max_seqlen_q": 2, "return_softmax_lse": True}
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # new memory is full of NaN
+    try:
+        out, lse = flash_attn_with_kvcache(q, caches.given_k, caches.given_v, **call)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert out[5:].eq(0).all() and lse[:, 5:].eq(-INF).all() and out.isfinite().all()
