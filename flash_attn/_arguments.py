@@ -19,7 +19,7 @@ def maybe_contiguous(x: Any) -> Any:
     return x
 
 
-_USUAL = frozenset((torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, tuple, list))
+_USUAL = (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, tuple, list)
 
 
 def has_distributed(values):

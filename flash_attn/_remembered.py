@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 MOST = 16  # masks of which something is kept
+MANY = 1 << 13  # bools that are compared faster as words
 
 _kept = collections.OrderedDict()
 _noted = {}
@@ -49,8 +50,15 @@ def remembered(mask, what, make):
 
 
 def once(mask):
-    """The mask without the dimensions that repeat it, as words of 8 bytes if it is that, which compare fastest."""
-    mask = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
+    """The mask without the dimensions that repeat it, as words of 8 bytes if it is that, which compare fastest.
+
+    The views of words take 3 us, so they must save more. Floats are always compared by their bits, because a NaN is not
+    equal to itself.
+    """
+    if 0 in mask.stride():
+        mask = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
+    if (mask.numel() < MANY or mask.element_size() == 8) and not mask.is_floating_point():
+        return mask
     per_word = 8 // mask.element_size()
     if mask.is_contiguous() and mask.dim() and mask.shape[-1] % per_word == 0 == mask.storage_offset() % per_word:
         return mask.view(-1).view(torch.int64)  # a size of 1 may have any stride, which a view of words would refuse

@@ -86,6 +86,30 @@ def test_a_padded_batch(registered, calls, name, attention):
         no_farther(grad, *both)
 
 
+@torch.no_grad()
+def test_no_layer_waits_for_the_gpu(registered, calls):
+    """A forward pass with a cache does not synchronize, and finds packed sequences, also in a buffer of positions."""
+    theirs, mine = on_gpu(*models("Llama"))
+    ids, mask = on_gpu(*tokens())
+    ids = ids[mask.bool()][None]
+    positions = torch.arange(ids.shape[1], device="cuda")[None]
+    expected = theirs(ids).logits
+    for options in ({}, {"position_ids": positions}):
+        mine(ids, **options)  # kernels are loaded
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = mine(ids, **options).logits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert "flash_attn_varlen_func" not in calls
+    positions.copy_(torch.cat([torch.arange(n) for n in LENGTHS]))
+    out = mine(ids, position_ids=positions).logits[0]
+    assert calls[-2:] == ["flash_attn_varlen_func"] * 2
+    apart = torch.cat([theirs(row[None]).logits[0] for row in ids[0].split(LENGTHS)])
+    torch.testing.assert_close(out, apart, rtol=1e-4, atol=1e-4)
+
+
 @NO_NOISE
 @pytest.mark.parametrize("attention", ["flash_attn", "flash_attention_2", "sdpa"])
 @pytest.mark.parametrize("padded", [False, True])

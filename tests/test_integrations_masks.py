@@ -11,7 +11,7 @@ from transformers import masking_utils
 
 from flash_attn import flash_attn_func
 from flash_attn import flex_attention as our_flex
-from flash_attn._remembered import once, remembered
+from flash_attn._remembered import MANY, once, remembered
 from flash_attn.integrations import _attend
 
 
@@ -332,10 +332,14 @@ def test_memory_of_a_mask_is_not_held(registered):
 def test_a_mask_that_repeats_rows_is_copied_once():
     mask = torch.ones(2, 1, 1, 9, dtype=torch.bool).expand(2, 4, 7, 9)
     assert once(mask).shape == (2, 1, 1, 9)
-    words = torch.ones(2, 24, dtype=torch.bool)
-    assert once(words).shape == (6,) and once(words[:, 1:9]).shape == (2, 8)
-    assert once(words.view(-1)[1:17]).shape == (16,)  # a word would begin between words of the memory
-    assert once(words.view(48).as_strided((48, 1, 1), (1, 1, 1))[:8].transpose(0, 2)).shape == (1,)
+    words = torch.ones(2, MANY, dtype=torch.bool)
+    num = words.numel()
+    assert once(words).shape == (num // 8,) and once(words[:, 8:]).shape == (2, MANY - 8)
+    assert once(words.view(-1)[1 : MANY + 1]).shape == (MANY,)  # a word would begin between words of the memory
+    assert once(words.view(num).as_strided((num, 1, 1), (1, 1, 1)).transpose(0, 2)).shape == (num // 8,)
+    assert once(words[:1, 8:]).shape == (1, MANY - 8)  # few are compared as they are
+    numbers = torch.full((2, 6), float("nan"))
+    assert torch.equal(once(numbers), once(numbers.clone()))
 
 
 def test_a_mask_with_any_strides_of_sizes_of_one():

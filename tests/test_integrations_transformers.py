@@ -42,7 +42,8 @@ def test_nothing_is_imported():
 
 def registries():
     functions, masks = modeling_utils.AttentionInterface._global_mapping, masking_utils.AttentionMaskInterface
-    return dict(functions), dict(masks._global_mapping), vars(modeling_utils.PreTrainedModel)[HOOK]
+    hooks = vars(modeling_utils.PreTrainedModel)[HOOK], *(vars(masking_utils)[name] for name in ours.LOOK_AT_POSITIONS)
+    return dict(functions), dict(masks._global_mapping), hooks
 
 
 HOOK = "_check_and_adjust_attn_implementation"
@@ -54,6 +55,8 @@ def test_transformers_is_as_before():
         models("Llama")
     registration = ours.register()
     assert 'attn_implementation="flash_attn" runs on the kernels of flash_attn' in str(registration)
+    assert "a GPU is asked whether position_ids begin again" in str(registration)
+    assert not {*registries()[2]} & {*before[2]}
     assert models("Llama")[1].config._attn_implementation == "flash_attn"
     assert ours.register(["flash_attn"]) is not registration and not registration.is_active
     assert "undone" in str(registration)
@@ -95,6 +98,14 @@ def test_transformers_without_a_mask_function(registered, monkeypatch):
     close(mine(ids, attention_mask=mask).logits[mask.bool()], theirs(ids, attention_mask=mask).logits[mask.bool()])
     assert sorted(ours._names().values()) == ["all", "and", "causal", "left", "sequences"]
     ours._names.cache_clear()
+
+
+@pytest.mark.parametrize("name", ours.LOOK_AT_POSITIONS)
+def test_transformers_without_a_look_at_positions(monkeypatch, name):
+    with monkeypatch.context() as patch:
+        patch.delattr(masking_utils, name)
+        with ours.register() as registration:
+            assert "position_ids" not in str(registration)
 
 
 @pytest.mark.parametrize("names", ["flash_attn", ["flash"], ["flash_attn", "sdpa"]])
@@ -163,6 +174,38 @@ def test_packed_sequences(registered, calls, name):
     out = mine(ids[mask.bool()][None], position_ids=positions, use_cache=False).logits[0]
     assert calls == ["flash_attn_varlen_func"] * 2
     close(out, torch.cat([theirs(row[:n][None]).logits[0] for row, n in zip(ids, LENGTHS)]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_positions_are_looked_at_before_the_layers(registered, calls, monkeypatch, use_cache):
+    """Once, by transformers or by us, and for models of registered names. A buffer of positions may be written again.
+
+    The CPU stands for a GPU here.
+    """
+    looks, can_ask = [], lambda positions: positions is not None and len(positions) == 1
+
+    class Answer(ours._Answer):
+        def __init__(self, flag):
+            looks.append(bool(flag))
+            super().__init__(flag)
+
+    monkeypatch.setattr(ours, "_can_ask", can_ask)
+    monkeypatch.setattr(ours, "_Answer", Answer)
+    theirs, mine = models("Llama")
+    ids, mask = tokens()
+    ids = ids[mask.bool()][None]
+    positions = torch.arange(ids.shape[1])[None]
+    expected = theirs(ids, position_ids=positions.clone(), use_cache=True).logits
+    assert looks == []
+    close(mine(ids, position_ids=positions, use_cache=use_cache).logits, expected)
+    assert looks == [False] * use_cache and "flash_attn_varlen_func" not in calls
+    positions.copy_(torch.cat([torch.arange(n) for n in LENGTHS]))
+    layers = [layer.register_forward_pre_hook(lambda *_: looks.append("layer")) for layer in mine.model.layers]
+    out = mine(ids, position_ids=positions, use_cache=use_cache).logits[0]
+    assert len(layers) == 2 and looks[use_cache:] == [True, "layer", "layer"]
+    assert calls[-2:] == ["flash_attn_varlen_func"] * 2
+    close(out, torch.cat([theirs(row[None]).logits[0] for row in ids[0].split(LENGTHS)]))
 
 
 @SOFT

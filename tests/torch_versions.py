@@ -188,6 +188,7 @@ def compiled(**options):
 
     from flash_attn import flash_attn_func
 
+    torch._dynamo.reset()  # otherwise the function of an earlier check, with its graph breaks, would serve this one
     function = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, causal=True), backend="aot_eager", **options)
     assert_is_attention(function)
 

@@ -262,6 +262,10 @@ static void run_combine_tasks(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
+/* Below this number of bytes one thread adds the partials, because a second meeting of the threads takes longer. A
+ * meeting takes 3 us, and some ms while other programs keep the cores busy. */
+static const size_t combine_alone_bytes = 64 * 1024;
+
 static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     int64_t *first_partial = workspace;
     first_partial[0] = 0;
@@ -282,10 +286,13 @@ static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspac
                       .softcap = (float)(p->softcap * LOG2_E)};
     job.heads_per_task = fa_decode_heads_per_task(p, job.num_partials, plan->cpu.decode_threads);
     const int64_t num_tasks = job.num_partials * ((p->h_kv + job.heads_per_task - 1) / job.heads_per_task);
-    if (plan->cpu.decode_threads > 1)
-        return pool->parallel_for(num_tasks, run_decode_tasks, &job) &&
-               pool->parallel_for(p->b * p->h, run_combine_tasks, &job);
-    run_decode_tasks(0, num_tasks, &job);
+    const size_t partial_bytes = (size_t)(job.num_partials * job.partial_floats) * sizeof(float);
+    if (plan->cpu.decode_threads <= 1)
+        run_decode_tasks(0, num_tasks, &job);
+    else if (!pool->parallel_for(num_tasks, run_decode_tasks, &job))
+        return false;
+    if (plan->cpu.decode_threads > 1 && partial_bytes > combine_alone_bytes)
+        return pool->parallel_for(p->b * p->h, run_combine_tasks, &job);
     run_combine_tasks(0, p->b * p->h, &job);
     return true;
 }

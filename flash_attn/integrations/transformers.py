@@ -38,6 +38,8 @@ NAME = "flash_attn"
 BY_DENSE_MASKS = "fa_dense"  # NAME in models that know no masks [b, len_kv]; a name with "flash" would ask for them
 WITHOUT_GPU = ("flash_attention_2", "flash_attention_3", "flex_attention")
 KNOWN = (NAME, *WITHOUT_GPU)
+# Functions of transformers that see position_ids before the layers do. Without them the first layer asks the GPU.
+LOOK_AT_POSITIONS = "_preprocess_mask_arguments", "find_packed_sequence_indices"
 # Decoders whose modules say that they are not causal. So their causal mask is never left out.
 SAY_NOT_CAUSAL = ("aimv2_text_model", "pegasus_x")
 
@@ -276,7 +278,7 @@ def attention(
         lengths = {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k, "block_table": block_table, **kwargs}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths)
         cu_seq_lens_k, max_length_k = lengths["cu_seq_lens_k"], lengths["max_length_k"]
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     columns, columns_of_values = q.shape[-1], v.shape[-1]
     scale = columns**-0.5 if scaling is None else scaling
     if columns != columns_of_values:
@@ -306,7 +308,7 @@ def attention(
             "attention_mask must have 2 or 4 dimensions, (b, len_kv) or (b, h, len_q, len_kv); "
             f"it has the shape {tuple(attention_mask.shape)}"
         )
-    return out[..., :columns_of_values].contiguous(), None
+    return (out if columns <= columns_of_values else out[..., :columns_of_values]).contiguous(), None
 
 
 def _check_mask(mask, q, k):
@@ -332,35 +334,117 @@ def _are_packed(mask, position_ids, q, k):
 
     They begin again where the least position comes back. Any other step is a position that a client chose.
     """
-    if position_ids is None or torch.compiler.is_compiling():
+    len_q = q.shape[1]
+    if len_q == 1 or len(q) != 1 or k.shape[1] != len_q or position_ids is None or position_ids.shape != (1, len_q):
         return False
-    if tuple(position_ids.shape) != (1, q.shape[1]) or len(q) != 1 or k.shape[1] != q.shape[1] or q.shape[1] == 1:
+    if torch.compiler.is_compiling():
         return False
     rule = _rule_at(mask)
     if not _hides_nothing(mask) or (rule is not None and (rule.sequences is not None or rule.right != 0)):
         return False
-    # A GPU is waited for once in a forward pass.
-    return remembered(position_ids, "begin", lambda: bool((position_ids[:, 1:] == position_ids.min()).any()))
+    return bool(_begin_again(position_ids))
+
+
+class _Answer:
+    """A bool that a GPU computes. Its way to the host begins at once, and only ``bool()`` waits for it."""
+
+    def __init__(self, flag):
+        self.flag, self.event = flag, None
+        if flag.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.flag = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(flag.device))
+
+    def __bool__(self):
+        event = self.event
+        if event is not None:
+            event.synchronize()
+            self.event = None
+        return bool(self.flag)
+
+
+def _begin_again(position_ids):
+    return remembered(position_ids, "begin", lambda: _Answer((position_ids[:, 1:] == position_ids.min()).any()))
+
+
+def _asks_early(preprocess, names):
+    """transformers' function before each mask, which sees position_ids before the layers do. Here the GPU is asked.
+
+    So the first layer finds the answer. If the layer asked itself, the host would wait until the GPU has nothing left
+    to do.
+    """
+    parameters = list(inspect.signature(preprocess).parameters)
+
+    @functools.wraps(preprocess)
+    def preprocess_and_ask(*args, **kwargs):
+        results = preprocess(*args, **kwargs)
+        given = {**dict(zip(parameters, args)), **kwargs}
+        positions = given.get("position_ids")
+        if _can_ask(positions) and getattr(given.get("config"), "_attn_implementation", None) in names:
+            _begin_again(positions)
+        return results
+
+    return preprocess_and_ask
+
+
+def _notes_answer(find):
+    """transformers' own look at positions, which waits for the GPU. None says that each position is one more than the
+    one before, so none begins again. Then nobody asks a second time."""
+
+    @functools.wraps(find)
+    def find_and_note(position_ids):
+        found = find(position_ids)
+        if found is None and _can_ask(position_ids):
+            remembered(position_ids, "begin", bool)
+        return found
+
+    return find_and_note
+
+
+def _can_ask(positions):
+    """Whether a GPU may be asked early, and about positions that may be packed sequences.
+
+    Tensors of inference mode are looked at in each layer, because they do not tell whether they were changed.
+    """
+    return (
+        type(positions) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and positions.is_cuda
+        and not positions.is_inference()
+        and positions.dim() == 2
+        and len(positions) == 1 < positions.shape[1]
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+# NOTE: a slice takes 2 us, as long as the rest of what happens here for a token. So nothing is cut to its own size.
+
+
+def _first_keys(x, num_keys):
+    return x if x is None or x.shape[1] == num_keys else x[:, :num_keys]
 
 
 def _keys_of_bias(bias, num_keys):
-    return None if bias is None else bias[..., :num_keys]
+    return bias if bias is None or bias.shape[-1] == num_keys else bias[..., :num_keys]
 
 
 def _under_rule(q, k, v, mask, window, bias, options):
     """Padding ``[b, len_kv]`` with its rule, or no mask. Without a rule the window of the module is at the end."""
-    len_q, len_kv = q.shape[1], k.shape[1]
+    b, len_q, *_ = q.shape
+    len_kv = k.shape[1]
     rule, shift = _rule_at(mask), len_kv - len_q
     if mask is not None:
         if mask.is_floating_point():
             raise ValueError(f"an attention_mask (b, len_kv) must be bool or integers; it is {mask.dtype}")
-        if len(mask) not in (1, len(q)) or mask.shape[1] > len_kv:
+        num_masks, num_keys = mask.shape
+        if num_masks not in (1, b) or num_keys > len_kv:
             raise ValueError(
-                f"attention_mask must have the shape (b, len_kv) = {(len(q), len_kv)}, or 1 in place of b; "
+                f"attention_mask must have the shape (b, len_kv) = {(b, len_kv)}, or 1 in place of b; "
                 f"it has the shape {tuple(mask.shape)}"
             )
-        mask = (mask if mask.dtype == torch.bool else mask != 0).expand(len(q), -1)
-        len_kv = min(len_kv, mask.shape[1])
+        mask = mask if mask.dtype == torch.bool else mask != 0
+        mask = mask if num_masks == b else mask.expand(b, -1)
+        len_kv = num_keys
         shift = len_kv - len_q
     if rule is not None:  # it knows what is causal and its window; a module may know one if the mask has none
         shift = rule.shift
@@ -372,8 +456,7 @@ def _under_rule(q, k, v, mask, window, bias, options):
         len_kv = max(min(len_kv, len_q + shift + right), 0)
     left = -1 if left >= len_q - 1 + shift else left
     right = -1 if 0 < right >= len_kv - 1 - shift else right
-    k, v, bias = k[:, :len_kv], v[:, :len_kv], _keys_of_bias(bias, len_kv)
-    mask = mask if mask is None or len_kv == mask.shape[1] else mask[:, :len_kv]
+    k, v, mask, bias = *(_first_keys(x, len_kv) for x in (k, v, mask)), _keys_of_bias(bias, len_kv)
     if rule is not None and rule.sequences is not None:
         if bias is None and shift == 0 and len_q == len_kv == rule.sequences.shape[1] and keys_of(mask).is_full:
             return _in_sequences(q, k, v, rule.sequences, (left, right), **options)
@@ -397,7 +480,7 @@ def _window_of(rule, window):
     """The window of a rule, or the module's if the rule has none or there is no rule. The rule says what is causal."""
     if rule is None:
         return window
-    if rule.left < 0:
+    if rule.left < 0 and (window[0] >= 0 or window[1] > 0):
         rule = rule.and_also(Rule(window[0], window[1] or -1))
     return rule.left, rule.right
 
@@ -543,6 +626,11 @@ def register(names: Optional[Sequence[str]] = None) -> _registration.Registratio
 
         sentence = "PreTrainedModel takes these names without a look for a package or a GPU"
         made.set(modeling.PreTrainedModel, check.__name__, check_ours, sentence)
+        preprocess, find = (getattr(masking, name, None) for name in LOOK_AT_POSITIONS)
+        if preprocess is not None and find is not None:
+            sentence = "where masks are made, a GPU is asked whether position_ids begin again"
+            made.set(masking, LOOK_AT_POSITIONS[0], _asks_early(preprocess, {*names, BY_DENSE_MASKS}), sentence)
+            made.set(masking, LOOK_AT_POSITIONS[1], _notes_answer(find))
         _active = made
     return made
 

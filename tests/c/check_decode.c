@@ -436,6 +436,42 @@ static void test_failing_pool(void **state) {
             guarded_free_all();
         }
 }
+
+/* The number of times that the threads meet for b sequences of len_kv keys. */
+static int meetings_of(fa_isa isa, int64_t b, int64_t len_kv) {
+    enum { MANY = 1000 };
+    fa_problem p = {.pass = FA_FWD, .dtype = FA_F32, .b = b, .h = 8, .h_kv = 4, .d = 64, .d_v = 64, .scale = 0.1};
+    p.len_q = 1, p.total_q = b, p.len_kv = len_kv, p.total_kv = b * len_kv;
+    p.window_left = p.window_right = -1;
+    fa_view *views[] = {&p.q, &p.o, &p.k, &p.v};
+    for (int i = 0; i < 4; i++) {
+        tensor t = tensor_make(&p, b, i < 2 ? 1 : len_kv, i < 2 ? 8 : 4, ROWS_THEN_HEADS, true);
+        memset(t.view.data, 0, (size_t)t.num_elements * sizeof(float));
+        *views[i] = t.view;
+    }
+    alloc_row_stats(&p, &p.lse, 1, true);
+    fa_machine lowered = machine;
+    fa_plan plan;
+    lowered.isa = isa, lowered.threads = pool_threads = 3;
+    fa_plan_cpu(&p, &lowered, &plan);
+    assert_int_equal(plan.cpu.decode_threads, 3);
+    pool_fails_in = MANY;
+    assert_true(fa_cpu_run(&p, &plan, guarded_alloc(plan.workspace_bytes, 64, true), &test_pool));
+    const int num = MANY - pool_fails_in;
+    pool_fails_in = -1;
+    guarded_free_all();
+    return num;
+}
+
+/* Threads meet a second time only if there are many partials to add. */
+static void test_meetings_of_threads(void **state) {
+    (void)state;
+    for (int isa = FA_ISA_SCALAR; isa < FA_NUM_ISAS; isa++) {
+        if (!machine.isa_legal[isa] || !takes_dtype((fa_isa)isa, FA_F32)) continue;
+        assert_int_equal(meetings_of((fa_isa)isa, 1, 1024), 1);
+        assert_int_equal(meetings_of((fa_isa)isa, 64, 16), 2);
+    }
+}
 #endif
 
 /* ---- infinite scores -------------------------------------------------------------------------------------------- */
@@ -582,6 +618,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_infinite_scores),
         cmocka_unit_test(test_nonfinite_values),
         cmocka_unit_test(test_failing_pool),
+        cmocka_unit_test(test_meetings_of_threads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 #endif
