@@ -297,11 +297,11 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         } else if (IS_MASKED && __any_sync(WHOLE_WARP, is_exact)) {
             store_weights<true>({ds, own_key, row, own_lane}, x, seen);
             __syncwarp();
-            accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0, l);
+            accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0);
             __syncwarp();
             store_weights<true>({ds, own_key, row, own_lane}, dp, seen);
             __syncwarp();
-            accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0, l);
+            accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
         } else {
             store_weights<IS_MASKED>({ds, own_key, row, own_lane}, dp, seen);
             accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
@@ -370,7 +370,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 __syncthreads(); /* group 1 has read P */
                 store_weights<true>(place, x, seen);
                 __syncwarp();
-                accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0, l);
+                accumulate_seen_rows<CHUNK>(dv, ds, own_key, tile.dout, row, 0);
                 __syncthreads();
             } else if (SPLIT == 1) {
                 accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
@@ -408,7 +408,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             store_weights<IS_MASKED>(place, x, seen);
             if (IS_EXACT) {
                 __syncwarp();
-                accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0, l);
+                accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
             } else if (SPLIT == 1) {
                 accumulate_pairs(dk, x, tile.q + row * PITCH, own_lane);
             }
@@ -459,7 +459,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 is_exact = __syncthreads_or(is_exact);
             const auto add = [&](auto &gradient, const factor *weights, const factor *rows) {
                 if (is_exact)
-                    accumulate_seen_rows<BLOCK_Q>(gradient, weights, own_key, rows, 0, own_column, own_lane);
+                    accumulate_seen_rows<BLOCK_Q>(gradient, weights, own_key, rows, 0, own_column);
                 else
                     accumulate_shared(gradient, weights, own_key, rows, own_column, own_lane);
             };

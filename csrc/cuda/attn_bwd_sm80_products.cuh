@@ -124,27 +124,19 @@ DEVICE void accumulate_seen(float (&o)[BLOCKS_OF_O][NUM_COLUMNS][4], const weigh
         }
 }
 
-/* A lane's element (row, column) of a tile, and those behind it. `first` is this element in a padded tile. */
-template <int ROW> struct elements {
-    const factor *tile, *first;
-    int row, column;
-    DEVICE const factor *operator()(int down, int right) const {
-        if (!SWIZZLES) return first + down * ROW + right;
-        return tile + (row + down) * ROW + swizzled(row + down, column + right);
-    }
-};
+/* The lane's columns of a tile's row, of the fragment that begins at `column`. */
+DEVICE u32 pair_of(const factor *tile, int row, int column) {
+    return *(const u32 *)(tile + row * PITCH + swizzled(row, column) + 2 * (lane() % 4));
+}
 
 /* dV or dK of the warp's keys from `key` on, and of rows [row, row + NUM) of a tile. */
 template <int NUM>
 DEVICE void accumulate_seen_rows(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *weights, int key, const factor *tile,
-                                 int row, int column, int lane) {
-    const elements<DS_PITCH> weight = {weights, weights + key * DS_PITCH + row + lane / 4 * DS_PITCH, key + lane / 4,
-                                       row};
-    column += 2 * (lane % 4);
-    const elements<PITCH> pair = {tile, tile + (row * PITCH + column), row, column};
+                                 int row, int column) {
+    const int own_key = key + lane() / 4;
     accumulate_seen<NUM>(
-        o, [&](int i, int m) { return *weight(8 * m, i); },
-        [&](int i, int c) { return *(const u32 *)pair(i, column_of_own(c)); });
+        o, [&](int i, int m) { return weights[(own_key + 8 * m) * DS_PITCH + swizzled(own_key, row + i)]; },
+        [&](int i, int c) { return pair_of(tile, row + i, column + column_of_own(c)); });
 }
 
 /* The places of a lane's weights, of keys from `key` on and rows from `row` on, a multiple of CHUNK. */
@@ -186,9 +178,8 @@ DEVICE void add_dq(const params &p, const factor *ds, const factor *k, int slab,
     const int l = own_lane;
     const int first_block = warp() / DQ_SHARES * DQ_BLOCKS, first = warp() % DQ_SHARES * DQ_STRIP;
     const u32 ds_row =
-        smem_address(SWIZZLES ? ds + (l / 16 * 8 + l % 8) * DS_PITCH + swizzled(l % 8, 16 * first_block + l / 8 % 2 * 8)
-                              : ds + (l / 16 * 8 + l % 8) * DS_PITCH + 16 * first_block + l / 8 % 2 * 8);
-    const u32 k_row = SWIZZLES ? own_place(k, 0, 8 * first, l) : own_place(k + 8 * first, 0, 0, l);
+        smem_address(ds + (l / 16 * 8 + l % 8) * DS_PITCH + swizzled(l % 8, 16 * first_block + l / 8 % 2 * 8));
+    const u32 k_row = own_place(k, 0, 8 * first, l);
     float *const sums = sums_at(p, slab, first_block, first, l);
     constexpr bool KEEPS = DQ_GROUP < DQ_COLUMNS; /* the warp's dS are read once */
     constexpr int PAIRS = DQ_GROUP / 2, PLACES = KEEPS ? BLOCK_KV / 16 : AHEAD / PAIRS + 2;
@@ -201,12 +192,10 @@ DEVICE void add_dq(const params &p, const factor *ds, const factor *k, int slab,
 #pragma unroll
             for (int c = 0; c < DQ_GROUP; c++) dq[m][c][0] = dq[m][c][1] = dq[m][c][2] = dq[m][c][3] = 0;
         if (skips_unseen) {
-            const int block = 16 * first_block + l / 4, column = 8 * (first + group) + 2 * (l % 4);
-            const elements<DS_PITCH> weight = {ds, ds + 16 * first_block + l / 4, 0, block};
-            const elements<PITCH> pair = {k, k + column, 0, 8 * first + column_of_dq(group) + 2 * (l % 4)};
             accumulate_seen<BLOCK_KV>(
-                dq, [&](int key, int m) { return *weight(key, 8 * m); },
-                [&](int key, int c) { return *(const u32 *)pair(key, column_of_dq(group + c) - column_of_dq(group)); });
+                dq,
+                [&](int key, int m) { return ds[key * DS_PITCH + swizzled(key, 16 * first_block + l / 4 + 8 * m)]; },
+                [&](int key, int c) { return pair_of(k, key, 8 * first + column_of_dq(group + c)); });
         } else {
             pipelined<BLOCK_KV / 16 * PAIRS>(
                 [&](u32(&b)[4], int i) {
