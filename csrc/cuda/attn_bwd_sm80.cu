@@ -260,8 +260,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         store_stats(shared.stats[0]);
     }
 
-    /* Makes the weights of CHUNK rows of the step from `row` on, and stores them. Without SPLIT dV and dK grow. Returns
-     * whether the rows or keys may hold NaN or inf, where some pair is unseen. */
+    /* Makes the weights of CHUNK rows of the step from `row` on, and stores them. Without SPLIT dV and dK grow. */
     const auto add_chunk = [&](auto kind, const weigher &weights, int slot, int step, int first_row, int row) {
         constexpr bool IS_MASKED = decltype(kind)::IS_MASKED;
         const query_tile &tile = shared.tiles[slot];
@@ -277,15 +276,16 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 for (int n = 0; n < N; n++) x[m][n][0] = x[m][n][1] = x[m][n][2] = x[m][n][3] = 0;
             if (SPLIT > 1) store_weights<true>({shared.p, own_key, row, own_lane}, x, seen);
             store_weights<true>({ds, own_key, row, own_lane}, x, seen);
-            return false;
+            return;
         }
         multiply_own<K_REGS>(x, k_regs, own_place(shared.k, own_key, 0, l), other_place(tile.q, row, l));
-        bool is_exact = IS_MASKED && is_not_finite(x);
+        /* Do rows or keys hold NaN or inf, where some pair is unseen? */
+        bool is_exact = IS_MASKED && SPLIT == 1 && is_not_finite(x);
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++)
             weights.exponentiate(x[m], derivatives[m], stats.lse + row, warp_key + 16 * m, first_row + row);
         multiply_own<V_REGS>(dp, v_regs, own_place(shared.v, own_key, 0, l), other_place(tile.dout, row, l));
-        is_exact |= IS_MASKED && is_not_finite(dp);
+        is_exact |= IS_MASKED && SPLIT == 1 && is_not_finite(dp);
 #pragma unroll
         for (int m = 0; m < BLOCKS; m++) {
             weights.weigh(x[m], dp[m], derivatives[m], stats.delta + row, warp_key + 16 * m, first_row + row);
@@ -307,7 +307,6 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
             accumulate_pairs(dk, dp, tile.q + row * PITCH, own_lane);
         }
-        return is_exact;
     };
 
     /* The same where group 0 makes P, and group 1 makes dS of this P. A lane of group 1 owns the pairs of a lane of group
@@ -432,9 +431,12 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         const bool is_whole =
             has_all_keys && !is_partial<BLOCK_Q>(now.row, seen.full_begin, seen.full_end) && !has_silent;
         const weigher weights(p, s, now.head, own_lane);
-        bool is_exact = false; /* with SPLIT: weights meet rows with NaN or inf that they may not see */
         last_skips = !is_whole && k_has_nan_or_inf;
-        if (GROUPS == 2 && !is_whole) is_exact = has_nan_or_inf<2 * BLOCK_Q>(tile.q); /* or tile.dout, which follows */
+        /* Weights may meet rows with NaN or inf that they do not see, in chunks that a warp leaves out, too. One group
+         * without SPLIT asks its scores. */
+        bool is_exact = false;
+        if ((GROUPS == 2 || SPLIT > 1) && !is_whole)
+            is_exact = has_nan_or_inf<2 * BLOCK_Q>(tile.q); /* or tile.dout, which follows */
 #pragma unroll 1
         for (int row = own_row; row < own_row + OWN_ROWS; row += CHUNK) {
             if constexpr (GROUPS == 2) {
@@ -448,7 +450,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 if (is_whole)
                     add_chunk(all_seen(), weights, slot, step, now.row, row);
                 else
-                    is_exact |= add_chunk(some_seen(), weights, slot, step, now.row, row);
+                    add_chunk(some_seen(), weights, slot, step, now.row, row);
             }
         }
         if (SPLIT > 1) {
@@ -456,7 +458,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             if (GROUPS == 2)
                 bar_sync(BAR_GROUP + group, 32 * GROUP_WARPS);
             else
-                is_exact = __syncthreads_or(is_exact);
+                __syncthreads();
             const auto add = [&](auto &gradient, const factor *weights, const factor *rows) {
                 if (is_exact)
                     accumulate_seen_rows<BLOCK_Q>(gradient, weights, own_key, rows, 0, own_column);

@@ -497,20 +497,20 @@ static void test_denormals(void **state) {
 
 /* Rows above a causal mask, and rows whose lse is infinite with either sign, see no key. Whatever q and dout hold
  * there, the gradients of these rows are zero. The gradients of other rows do not change by a bit. */
-static void test_silent_rows(void **state) {
-    (void)state;
-    enum { LEN_Q = 90, LEN_KV = 73, NUM_HIDDEN = LEN_Q - LEN_KV };
+static void check_silent_rows(int64_t d, int len_kv, bool has_infinite_lse) {
+    enum { LEN_Q = 90 };
+    const int num_hidden = LEN_Q - len_kv;
     for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
         for (int dtype = FA_F16; dtype <= FA_F32 && machine.isa_legal[isa]; dtype++) {
-            fa_problem p = {
-                .pass = FA_BWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 1, .h_kv = 1, .d = 24, .d_v = 24, .scale = 0.2};
-            p.len_q = p.total_q = LEN_Q, p.len_kv = p.total_kv = LEN_KV;
+            fa_problem p = {.pass = FA_BWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 1, .h_kv = 1, .d = d, .scale = 0.2};
+            p.d_v = d;
+            p.len_q = p.total_q = LEN_Q, p.len_kv = p.total_kv = len_kv;
             p.window_left = -1, p.window_right = 0;
             tensor all[8];
             fa_view *views[] = {&p.q, &p.k, &p.v, &p.dout, &p.o, &p.dq, &p.dk, &p.dv};
             random_source r = {23};
             for (int i = 0; i < 8; i++) {
-                all[i] = tensor_make(&p, 1, i == 1 || i == 2 || i > 5 ? LEN_KV : LEN_Q, 1, ROWS_THEN_HEADS, true);
+                all[i] = tensor_make(&p, 1, i == 1 || i == 2 || i > 5 ? len_kv : LEN_Q, 1, ROWS_THEN_HEADS, true);
                 *views[i] = all[i].view;
                 for (int64_t n = 0; n < all[i].num_elements && i < 4; n++)
                     fa_store_element(all[i].view.data, n, random_normal(&r), p.dtype);
@@ -518,12 +518,12 @@ static void test_silent_rows(void **state) {
             alloc_row_stats(&p, &p.lse, LEN_Q, true);
             alloc_row_stats(&p, &p.softmax_d, LEN_Q, true);
             run_forward_reference(&p);
-            p.lse.data[40] = INFINITY, p.lse.data[61] = -INFINITY;
+            if (has_infinite_lse) p.lse.data[40] = INFINITY, p.lse.data[61] = -INFINITY;
 
             void *expected[3];
             for (int poisoned = 0; poisoned < 2; poisoned++) {
                 for (int row = 0; row < LEN_Q; row++) {
-                    if (row >= NUM_HIDDEN && row != 40 && row != 61) continue;
+                    if (row >= num_hidden && (!has_infinite_lse || (row != 40 && row != 61))) continue;
                     for (int64_t i = 0; i < p.d; i++) {
                         fa_store_element(p.q.data, row * p.d + i, poisoned ? NAN : 0, p.dtype);
                         fa_store_element(p.dout.data, row * p.d + i, poisoned ? NAN : 0, p.dtype);
@@ -538,8 +538,8 @@ static void test_silent_rows(void **state) {
                 }
             }
             for (int64_t i = 0; i < p.d; i++) {
-                assert_true(fa_load_element(expected[0], 40 * p.d + i, p.dtype) == 0);
-                assert_true(fa_load_element(expected[0], 61 * p.d + i, p.dtype) == 0);
+                assert_true(!has_infinite_lse || fa_load_element(expected[0], 40 * p.d + i, p.dtype) == 0);
+                assert_true(!has_infinite_lse || fa_load_element(expected[0], 61 * p.d + i, p.dtype) == 0);
                 assert_true(fa_load_element(expected[0], i, p.dtype) == 0);
                 assert_true(fa_load_element(expected[1], i, p.dtype) != 0);
             }
@@ -547,6 +547,14 @@ static void test_silent_rows(void **state) {
             guarded_free_all();
         }
     }
+}
+
+/* In 192 columns warps of attn_bwd_sm80 share keys, but each walks over rows of its own. Some of them then meet silent
+ * rows alone. The lengths choose a GPU with room for these tiles (cuda_device.h). */
+static void test_silent_rows(void **state) {
+    (void)state;
+    check_silent_rows(24, 73, true);
+    check_silent_rows(192, 74, false);
 }
 
 static bool is_emulation; /* check_emulated: only the kernels for bf16 run */
