@@ -16,9 +16,9 @@
  * dQ needs dS of all warps, so it follows one step later. A step then has one barrier, and dS has two places. Because
  * half of the warps add dQ at another time, exponentials of some warps meet products of others (+8%).
  *
- * In bf16, from 128 columns on, there are two groups of warps (GROUPS). A warp then has twice the keys and half of their
- * work, so it reads fewer operands from shared memory. Group 0 makes P and dV, group 1 dP, dS and dK. A warp of group 1
- * has the keys of a warp of group 0, and takes P from it, as fp16 in the place of dS:
+ * In bf16, from 128 columns on, there are two groups of warps (GROUPS). A warp then has twice the keys and half of
+ * their work, so it reads fewer operands from shared memory. Group 0 makes P and dV, group 1 dP, dS and dK. A warp of
+ * group 1 has the keys of a warp of group 0, and takes P from it, as fp16 in the place of dS:
  *
  *   group 0   barrier | load | S = K Q^T | P, store | dV += P^T dO                               | dQ of i-1
  *   group 1   barrier | dQ of i-1 | load | dP = V dO^T | wait for P | dS, store | dK += dS^T Q
@@ -309,8 +309,8 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         }
     };
 
-    /* The same where group 0 makes P, and group 1 makes dS of this P. A lane of group 1 owns the pairs of a lane of group
-     * 0. P ds/dqk passes through the place of its dS. */
+    /* The same where group 0 makes P, and group 1 makes dS of this P. A lane of group 1 owns the pairs of a lane of
+     * group 0. P ds/dqk passes through the place of its dS. */
     const auto add_chunk_of_group = [&](auto kind, const weigher &weights, int slot, int step, int first_row, int row) {
         constexpr bool IS_MASKED = decltype(kind)::IS_MASKED;
         constexpr bool IS_EXACT = decltype(kind)::IS_EXACT;

@@ -112,6 +112,7 @@ static inline unsigned __ballot_sync(unsigned, bool x) {
 static inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((unsigned long long)x * y >> 32); }
 static inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
+static inline float __fdividef(float x, float y) { return x / y; }
 /* A CTA may wait for its own threads. CTAs run one after the other, so a CTA that waits for another never ends. */
 static unsigned num_naps; /* since a word was published */
 static inline void __nanosleep(unsigned) {

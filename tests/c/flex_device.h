@@ -1,5 +1,5 @@
 /* What texts of programs and cuda/flex_values.cuh need of CUDA, on a CPU. Besides, they need __float_as_uint, __fmul_rn
- * and __fdiv_rn of cuda_emulation.h, or the same under FLEX_DEVICE_ALONE. */
+ * and both divisions of cuda_emulation.h, or the same under FLEX_DEVICE_ALONE. */
 #ifndef FLEX_DEVICE_H
 #define FLEX_DEVICE_H
 
@@ -18,6 +18,7 @@ static inline unsigned __float_as_uint(float x) {
 }
 static inline float __fmul_rn(float x, float y) { return x * y; }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
+static inline float __fdividef(float x, float y) { return x / y; }
 #endif
 
 static inline float __uint_as_float(unsigned bits) {
@@ -32,7 +33,6 @@ static inline double __longlong_as_double(long long bits) {
 }
 static inline double __dmul_rn(double x, double y) { return x * y; }
 static inline float __fsqrt_rn(float x) { return sqrtf(x); }
-static inline float __fdividef(float x, float y) { return x / y; }
 template <class T> static inline T __ldg(const T *x) { return *x; }
 template <class T> static inline void atomicAdd(T *x, T value) { *x += value; }
 
