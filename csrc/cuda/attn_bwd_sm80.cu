@@ -38,9 +38,9 @@
 #define F32  0
 #define OF_3 0
 
-/* A row of tiles.def gives HEAD_DIM columns, BLOCK_Q rows and BLOCK_KV keys, WARPS in GROUPS with BLOCKS times 16 keys
- * each, and CHUNK rows whose scores are in registers at the same time. The row also gives STAGES of Q and dO, says
- * whether K and V are in registers (K_REGS, V_REGS), how many loads run AHEAD of products, and gives CTAS of an SM. */
+/* A row of tiles.def gives HEAD_DIM columns, BLOCK_Q rows, BLOCK_KV keys, and WARPS in GROUPS. A warp has BLOCKS times
+ * 16 keys. CHUNK rows have their scores in registers at the same time. There are STAGES of Q and dO. K_REGS and V_REGS
+ * say whether K and V are in registers. AHEAD loads run ahead of the products, and an SM has CTAS. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(GROUPS) || \
     !defined(BLOCKS) || !defined(CHUNK) || !defined(STAGES) || !defined(K_REGS) || !defined(V_REGS) ||      \
     !defined(AHEAD) || !defined(KEPT) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
