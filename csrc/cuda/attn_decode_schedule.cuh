@@ -1,4 +1,4 @@
-/* This file makes the schedule of attn_decode_sm90.cu. Sequences become items. Items are laid end to end and cut
+/* This file makes the schedule of attn_decode.cu. Sequences become items. Items are laid end to end and cut
  * into equal shares, one for each group of CTAs. A share consists of pieces. Every CTA reads the lengths on the GPU
  * and finds its own share. */
 #ifndef FA_ATTN_DECODE_SCHEDULE_CUH

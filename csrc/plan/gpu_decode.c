@@ -1,5 +1,5 @@
-/* Planner of attn_decode_sm90. The head dimension and the query rows of one key head decide the row of cuda/tiles.def.
- * The planner also decides how keys are split. */
+/* Planners of the decode kernel, on Hopper and before. The head dimension and the query rows of one key head decide the
+ * row of cuda/tiles.def. The planner also decides how keys are split. */
 #include "gpu_decode.h"
 
 #include "cuda/attn_decode_params.h"
@@ -39,10 +39,12 @@ bool fa_decode_appends(const fa_problem *p, const fa_plan *plan) {
            fits_32_bits(&p->v_new, fresh) && (uintptr_t)p->rotary_cos % 16 == 0 && (uintptr_t)p->rotary_sin % 16 == 0;
 }
 
+static fa_family_id family_of(const fa_plan *plan) { return (fa_family_id)plan->gpu.family; }
+
 static int64_t round_up_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
-    const fa_decode_sm90_columns *t = fa_decode_sm90_row(plan->gpu.row);
+    const fa_decode_columns *t = fa_decode_row(family_of(plan), plan->gpu.row);
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q;
     const int64_t q_tiles = packed ? 0 : ceil_div(rows, block_q), items = p->b * p->h_kv * q_tiles;
@@ -72,7 +74,7 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
     if (p->cu_seqlens_q || plan->num_splits != 0 || plan->block_q > 16 || p->len_q * (p->h / p->h_kv) > plan->block_q ||
         p->b > FA_DECODE_CLUSTER_BATCH || (is_long && p->b > 1))
         return;
-    const int most = machine->gpu_sms * (is_long ? fa_decode_sm90_row(plan->gpu.row)->ctas : 1);
+    const int most = machine->gpu_sms * (is_long ? fa_decode_row(family_of(plan), plan->gpu.row)->ctas : 1);
     const int ctas = most < FA_DECODE_MAX_CTAS ? most : FA_DECODE_MAX_CTAS;
     for (int cluster = is_long ? 2 : FA_DECODE_MAX_CLUSTER; cluster > 1 && plan->gpu.cluster == 0; cluster /= 2)
         if (wanted <= ctas / cluster) plan->gpu.cluster = cluster, plan->gpu.num_clusters = ctas / cluster;
@@ -83,7 +85,7 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
  * Batch 16, cache 2048, 32 key heads: 8 lanes take 183 us, 32 lanes 177 (cuda/measurements/decode.md). With clusters,
  * every head has the same number of clusters. */
 static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int row, const fa_machine *machine) {
-    const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_decode_sm90_row(row)->ctas;
+    const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_decode_row(family_of(plan), row)->ctas;
     const int ctas = fit < FA_DECODE_MAX_CTAS ? fit : FA_DECODE_MAX_CTAS;
     fa_decode_launch launch = {.row = row, .lanes = 1};
     for (int lanes = 1; lanes <= p->h_kv && lanes <= ctas; lanes++)
@@ -92,22 +94,29 @@ static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int 
     return launch;
 }
 
-/* Returns the row with the lowest tile for the same head dimension. */
-static int lowest_row(int row) {
-    while (row > 0 && fa_decode_sm90_row(row - 1)->d == fa_decode_sm90_row(row)->d) row--;
+/* Returns the row of the lowest tile that has room for d columns and `rows` query rows. If no tile has room for all
+ * rows, this is the row of the highest tile. */
+static int row_of(fa_family_id id, int64_t d, int64_t rows) {
+    int row = -1;
+    for (int i = 0; i < fa_families[id].num_rows; i++) {
+        const fa_decode_columns *t = fa_decode_row(id, i);
+        if (t->d < d || (row >= 0 && t->d != fa_decode_row(id, row)->d)) continue;
+        row = i;
+        if (rows <= 16 * t->warps_q) break;
+    }
     return row;
 }
 
 /* A prompt needs a high tile. Packed sequences of few rows beside the prompt need a low tile. They get a launch of
  * their own. */
 static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const int row = plan->gpu.row, low = lowest_row(row);
+    const int row = plan->gpu.row, low = row_of(family_of(plan), p->d, 1);
     const bool wants_both = p->cu_seqlens_q && p->b > 1 && low != row && p->len_q * (p->h / p->h_kv) > plan->block_q;
     plan->gpu.decode = launch_of(p, plan, row, machine);
     if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
 }
 
-const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+static const char *plan_decode(const fa_problem *p, const fa_machine *machine, fa_family_id id, fa_plan *plan) {
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
     const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
@@ -137,16 +146,9 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
           "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
     NEEDS(fits_32_bits(&p->k, cache) && fits_32_bits(&p->v, cache), "it addresses up to 64 GB of keys and of values");
 
-    const fa_family *family = &fa_families[FA_DECODE_SM90];
-    int row = -1;
-    for (int i = 0; i < family->num_rows; i++) {
-        const fa_decode_sm90_columns *t = fa_decode_sm90_row(i);
-        if (t->d < p->d || (row >= 0 && t->d != fa_decode_sm90_row(row)->d)) continue;
-        row = i; /* the last row if no tile has room for all query rows */
-        if (rows <= 16 * t->warps_q) break;
-    }
-    const fa_decode_sm90_columns *t = fa_decode_sm90_row(row);
-    plan->gpu.family = FA_DECODE_SM90;
+    const int row = row_of(id, p->d, rows);
+    const fa_decode_columns *t = fa_decode_row(id, row);
+    plan->gpu.family = id;
     plan->gpu.row = row;
     plan->gpu.features = fa_dtype_feature(p->dtype);
     plan->block_q = 16 * t->warps_q;
@@ -166,4 +168,8 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     choose_launches(p, machine, plan);
     plan->workspace_bytes = fa_decode_lay_out(p, plan).bytes;
     return NULL;
+}
+
+const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    return plan_decode(p, machine, FA_DECODE_SM90, plan);
 }

@@ -277,8 +277,8 @@ static const fa_row decode_sm90_rows[] = {
 #include "cuda/tiles.def"
 };
 
-const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
-    return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
+const fa_decode_columns *fa_decode_row(fa_family_id family, int row) {
+    return (const fa_decode_columns *)fa_families[family].rows[row].columns;
 }
 
 /* ---- quantize ---------------------------------------------------------------------------------------------------- */
@@ -507,7 +507,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
                         .files =
-                            FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
+                            FILES("attn_decode.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
                                   "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
                                   "attn_decode_merge.cuh", "attn_decode_append.cuh", "sinks.cuh", "sinks_params.h"),
                         .arch = 90,

@@ -135,8 +135,8 @@ const fa_bwd_any_columns *fa_bwd_any_row(int row);
 /* The columns of attn_decode_sm90. */
 typedef struct {
     int d, warps_q, teams, slots, ctas;
-} fa_decode_sm90_columns;
-const fa_decode_sm90_columns *fa_decode_sm90_row(int row);
+} fa_decode_columns;
+const fa_decode_columns *fa_decode_row(fa_family_id family, int row);
 
 /* The columns of quantize. */
 typedef struct {

@@ -179,7 +179,7 @@ static inline bool run_decode_on_cuda(const fa_problem *p, int num_sms, bool at_
     gpu = (fa_gpu){.capability = 90, .num_sms = num_sms};
     cuda_run_make(&run, p, at_end);
     if (run.plan.gpu.family != FA_DECODE_SM90) return false;
-    if (fa_cuda_decode_sm90(&run.call, &err)) fail_msg("%s", err.text);
+    if (fa_cuda_decode(&run.call, &err)) fail_msg("%s", err.text);
     return true;
 }
 
