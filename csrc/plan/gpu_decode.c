@@ -44,7 +44,7 @@ static fa_family_id family_of(const fa_plan *plan) { return (fa_family_id)plan->
 static int64_t round_up_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
-    const fa_decode_columns *t = fa_decode_row(family_of(plan), plan->gpu.row);
+    const fa_gpu_decode_columns *t = fa_gpu_decode_row(family_of(plan), plan->gpu.row);
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q;
     const int64_t q_tiles = packed ? 0 : ceil_div(rows, block_q), items = p->b * p->h_kv * q_tiles;
@@ -71,10 +71,11 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
     const int64_t heads = p->b * p->h_kv, bytes = heads * tiles * plan->block_kv * p->d * 4;
     const int64_t wanted = heads * (p->b == 1 || tiles <= SHORT ? 1 : CLUSTERS_OF_A_HEAD);
     const bool is_long = heads > FEW_HEADS && bytes > LONG_BYTES;
-    if (p->cu_seqlens_q || plan->num_splits != 0 || plan->block_q > 16 || p->len_q * (p->h / p->h_kv) > plan->block_q ||
-        p->b > FA_DECODE_CLUSTER_BATCH || (is_long && p->b > 1))
+    if (!fa_gpu_decode_row(family_of(plan), plan->gpu.row)->is_hopper || p->cu_seqlens_q || plan->num_splits != 0 ||
+        plan->block_q > 16 || p->len_q * (p->h / p->h_kv) > plan->block_q || p->b > FA_DECODE_CLUSTER_BATCH ||
+        (is_long && p->b > 1))
         return;
-    const int most = machine->gpu_sms * (is_long ? fa_decode_row(family_of(plan), plan->gpu.row)->ctas : 1);
+    const int most = machine->gpu_sms * (is_long ? fa_gpu_decode_row(family_of(plan), plan->gpu.row)->ctas : 1);
     const int ctas = most < FA_DECODE_MAX_CTAS ? most : FA_DECODE_MAX_CTAS;
     for (int cluster = is_long ? 2 : FA_DECODE_MAX_CLUSTER; cluster > 1 && plan->gpu.cluster == 0; cluster /= 2)
         if (wanted <= ctas / cluster) plan->gpu.cluster = cluster, plan->gpu.num_clusters = ctas / cluster;
@@ -85,7 +86,7 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
  * Batch 16, cache 2048, 32 key heads: 8 lanes take 183 us, 32 lanes 177 (cuda/measurements/decode.md). With clusters,
  * every head has the same number of clusters. */
 static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int row, const fa_machine *machine) {
-    const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_decode_row(family_of(plan), row)->ctas;
+    const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_gpu_decode_row(family_of(plan), row)->ctas;
     const int ctas = fit < FA_DECODE_MAX_CTAS ? fit : FA_DECODE_MAX_CTAS;
     fa_decode_launch launch = {.row = row, .lanes = 1};
     for (int lanes = 1; lanes <= p->h_kv && lanes <= ctas; lanes++)
@@ -94,13 +95,20 @@ static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int 
     return launch;
 }
 
+/* Has an SM shared memory for the CTAs of a row of tiles.def? */
+static bool fits_sm(const fa_machine *machine, fa_family_id id, int row) {
+    return fa_gpu_decode_row(id, row)->ctas * (fa_families[id].rows[row].shared_bytes + FA_RESERVED_BYTES) <=
+           fa_shared_bytes_of_sm(machine->gpu_capability);
+}
+
 /* Returns the row of the lowest tile that has room for d columns and `rows` query rows. If no tile has room for all
- * rows, this is the row of the highest tile. */
-static int row_of(fa_family_id id, int64_t d, int64_t rows) {
+ * rows, this is the row of the highest tile. Of tiles that are as high it is the first one that fits an SM. */
+static int row_of(const fa_machine *machine, fa_family_id id, int64_t d, int64_t rows) {
     int row = -1;
     for (int i = 0; i < fa_families[id].num_rows; i++) {
-        const fa_decode_columns *t = fa_decode_row(id, i);
-        if (t->d < d || (row >= 0 && t->d != fa_decode_row(id, row)->d)) continue;
+        const fa_gpu_decode_columns *t = fa_gpu_decode_row(id, i), *lower = row < 0 ? NULL : fa_gpu_decode_row(id, row);
+        if (t->d < d || (lower && (t->d != lower->d || t->warps_q == lower->warps_q)) || !fits_sm(machine, id, i))
+            continue;
         row = i;
         if (rows <= 16 * t->warps_q) break;
     }
@@ -110,7 +118,7 @@ static int row_of(fa_family_id id, int64_t d, int64_t rows) {
 /* A prompt needs a high tile. Packed sequences of few rows beside the prompt need a low tile. They get a launch of
  * their own. */
 static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const int row = plan->gpu.row, low = row_of(family_of(plan), p->d, 1);
+    const int row = plan->gpu.row, low = row_of(machine, family_of(plan), p->d, 1);
     const bool wants_both = p->cu_seqlens_q && p->b > 1 && low != row && p->len_q * (p->h / p->h_kv) > plan->block_q;
     plan->gpu.decode = launch_of(p, plan, row, machine);
     if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
@@ -119,8 +127,9 @@ static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_p
 static const char *plan_decode(const fa_problem *p, const fa_machine *machine, fa_family_id id, fa_plan *plan) {
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
+    /* Before Hopper attn_fwd_sm80 takes long queries over the used keys of tensors. */
     const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
-                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
+                           (id == FA_DECODE_SM90 && p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
     const int64_t rows = p->len_q * (p->h / p->h_kv);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
     const extent cache = {p->paged               ? p->num_pages
@@ -134,7 +143,8 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     const char *why = fa_why_not_of_3(p, FA_CHUNKS | FA_MIXED | FA_OTHER_NEW);
     if (why) return why;
     NEEDS(!p->cu_seqlens_k_new, "it takes no packed new keys");
-    NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
+    NEEDS(id != FA_DECODE_SM90 || machine->gpu_capability == 90,
+          "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");
     NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
@@ -146,8 +156,8 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
           "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
     NEEDS(fits_32_bits(&p->k, cache) && fits_32_bits(&p->v, cache), "it addresses up to 64 GB of keys and of values");
 
-    const int row = row_of(id, p->d, rows);
-    const fa_decode_columns *t = fa_decode_row(id, row);
+    const int row = row_of(machine, id, p->d, rows);
+    const fa_gpu_decode_columns *t = fa_gpu_decode_row(id, row);
     plan->gpu.family = id;
     plan->gpu.row = row;
     plan->gpu.features = fa_dtype_feature(p->dtype);
@@ -172,4 +182,8 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
 
 const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     return plan_decode(p, machine, FA_DECODE_SM90, plan);
+}
+
+const char *fa_plan_decode_sm80(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    return plan_decode(p, machine, FA_DECODE_SM80, plan);
 }
