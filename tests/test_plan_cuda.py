@@ -471,7 +471,8 @@ def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(p
     for len_q, name in zip((1, 8, 9, 16, 17, 32), sorted(DECODE_TILES[d][is_small] * 2), strict=True):
         kernel, *_, cluster = plan(capability=capability, d=d - 8, len_q=len_q).splitlines()[0].split()
         assert kernel == f"attn_decode_sm80_bf16_d{d}_{name}" and cluster == "0"
-    assert plan(capability=capability, d=d, pages=1).split()[0].endswith(DECODE_TILES[d][is_small][2])
+    name = plan(capability=capability, d=d, pages=1, sms=108).split()[0]
+    assert name == f"attn_decode_sm80_bf16_d{d}_{DECODE_TILES[d][is_small][2]}"
 
 
 @pytest.mark.parametrize(
@@ -479,6 +480,8 @@ def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(p
     [
         ({"used": 1}, "attn_fwd_sm80"),  # long queries over used keys
         ({"used": 1, "len_q": 32}, "attn_decode_sm80"),
+        ({"used": 1, "len_q": 32, "len_kv": 40}, "attn_decode_sm80"),
+        ({"len_q": 32, "len_kv": 40}, "attn_fwd_sm80"),
         ({"used": 1, "leftpad": 1}, "attn_decode_sm80"),
         ({"used": 1, "rows": 3}, "attn_decode_sm80"),
         ({"used": 1, "new": 1}, "attn_decode_sm80"),
@@ -487,11 +490,20 @@ def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(p
         ({"pages": 1, "softcap": 1001}, "attn_fwd_any"),
         ({"pages": 1, "alibi": 1, "left": 5, "softcap": 9}, "attn_decode_sm80"),
         ({"pages": 1, "d_v": 64}, "attn_fwd_any"),
+        ({"pages": 1, "b": 3}, "attn_fwd_any"),  # 96 tiles of 128 queries for 108 SMs; 64 with two sequences
+        ({"pages": 1, "b": 3, "packed": 1}, "attn_decode_sm80"),  # only the GPU knows their lengths
+        ({"pages": 1, "b": 3, "splits": 2}, "attn_decode_sm80"),
+        ({"pages": 1, "b": 30, "len_q": 32}, "attn_decode_sm80"),  # one tile of 64 rows
+        ({"pages": 1, "b": 30, "len_q": 65}, "attn_decode_sm80"),  # tiles of 128 queries would be half empty
+        ({"pages": 1, "b": 30, "len_q": 128}, "attn_fwd_any"),
+        ({"d": 256, "b": 30, "len_q": 32}, "attn_decode_sm80"),
+        ({"d": 256, "b": 60, "len_q": 64, "h": 2}, "attn_fwd_sm80"),  # two tiles of 32 rows
+        ({"d": 192, "b": 60, "len_q": 64, "h": 2}, "attn_decode_sm80"),
     ],
     ids=str,
 )
 def test_caches_before_hopper(plan, numbers, kernel):
-    assert plan(capability=80, **numbers).startswith(f"{kernel}_")
+    assert plan(capability=80, sms=108, **numbers).startswith(f"{kernel}_")
 
 
 @pytest.mark.parametrize(

@@ -124,13 +124,25 @@ static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_p
     if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
 }
 
+/* Would other kernels compute the queries faster? Their tiles have 128 queries of one head, which read the keys fewer
+ * times. They are slower if most rows of their tiles would be empty, or if their tiles would not fill the GPU. A tile
+ * of this kernel takes as long as 64 of their rows, also if it has 32 rows (cuda/measurements/sm80.md, Prompts). */
+static bool is_prompt(const fa_problem *p, const fa_machine *machine, const fa_plan *plan) {
+    enum { QUERIES = 128, ROWS_OF_A_TILE = 64 };
+    const int64_t rows = p->len_q * (p->h / p->h_kv), others = p->h * ceil_div(p->len_q, QUERIES);
+    return !p->cu_seqlens_q && p->num_splits <= 1 && rows > plan->block_q &&
+           others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
+           p->b * others * 4 >= (int64_t)machine->gpu_sms * 3;
+}
+
 static const char *plan_decode(const fa_problem *p, const fa_machine *machine, fa_family_id id, fa_plan *plan) {
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
+    const int64_t rows = p->len_q * (p->h / p->h_kv);
     /* Before Hopper attn_fwd_sm80 takes long queries over the used keys of tensors. */
     const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
-                           (id == FA_DECODE_SM90 && p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
-    const int64_t rows = p->len_q * (p->h / p->h_kv);
+                           (p->seqused_k && !packed && (id == FA_DECODE_SM90 || rows <= MANY_ROWS)) ||
+                           (packed && !p->cu_seqlens_k);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
     const extent cache = {p->paged               ? p->num_pages
                           : packed_keys          ? 1
@@ -163,6 +175,7 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     plan->gpu.features = fa_dtype_feature(p->dtype);
     plan->block_q = 16 * t->warps_q;
     plan->block_kv = FA_DECODE_WARP_KEYS(t->d, t->warps_q) * t->warps_q * t->teams;
+    NEEDS(id == FA_DECODE_SM90 || !is_prompt(p, machine, plan), "other kernels compute so many queries faster");
 
     const int64_t capacity = packed_keys ? p->total_kv : p->paged ? p->block_table_cols * p->page_size : p->len_kv;
     const int64_t tiles = capacity > 0 ? ceil_div(capacity, plan->block_kv) : 1;
