@@ -1,7 +1,7 @@
 /* Compares the decode kernel of every instruction set with csrc/cpu/reference.c. The cases have few queries, up to four
  * splits of the keys, and every placement, page size and mask. They include new keys and rotary embedding, in guarded
- * memory (cases.h). check_cuda_decode does the same for attn_decode_sm90 and attn_decode_sm80, which also serve prompts.
- * They are compiled for the CPU (cuda_emulation.h).
+ * memory (cases.h). check_cuda_decode does the same for attn_decode_sm90 and attn_decode_sm80, which also serve
+ * prompts. They are compiled for the CPU (cuda_emulation.h).
  *
  *   check_decode                all tests
  *   check_decode --seed N       one random case in all dtypes, with its errors
@@ -85,6 +85,11 @@ static void draw_append(test_case *c, random_source *r, random_source *more) {
     p->rotary_cos = cos_sin[0], p->rotary_sin = cos_sin[1];
 }
 
+/* Sizes that random cases do not have. 0: as drawn. */
+static struct {
+    int64_t b, h_kv, len_kv, attention_chunk;
+} given;
+
 static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     random_source source = {seed}, *r = &source, more = source_of_additions(seed);
     test_case c = {.seed = seed, .at_end = random_chance(r, 70), .hides_nan = random_chance(r, 50)};
@@ -93,15 +98,19 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     *p = (fa_problem){.pass = FA_FWD, .device = FA_CPU, .dtype = dtype, .b = 1 + random_below(r, 3)};
     int64_t g = random_chance(r, 20) ? 16 : 1 + random_below(r, 8);
     p->h_kv = random_chance(r, 15) ? 9 : 1 + random_below(r, 3);
+    if (given.b) p->b = given.b;
+    if (given.h_kv) p->h_kv = given.h_kv;
     p->h = p->h_kv * g;
     p->d = p->d_v = head_dims[seed % (uint64_t)COUNT(head_dims)];
     draw_additions(&c, &more);
     p->len_q = random_chance(r, 40) ? 1 : random_below(r, 16 / g + 1);
     if (IS_CUDA && random_chance(r, 8)) p->len_q = 1 + random_below(r, 120 / g); /* prompts: several tiles of rows */
     p->len_kv = random_chance(r, 25) ? 700 + random_below(r, 900) : random_length(r);
+    if (given.len_kv) p->len_kv = given.len_kv;
     p->num_splits = random_chance(r, 30) ? 1 + random_below(r, 4) : 0;
     draw_placement(&c, r, &more);
     draw_masks(&c, r);
+    if (given.attention_chunk) p->attention_chunk = given.attention_chunk;
     p->dropout_p = 0;
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
     alloc_row_stats(p, &p->lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
@@ -281,6 +290,54 @@ static void check_seeds(fa_dtype dtype) {
     assert_true(num_served[HOPPER] > num_seeds / 2 && num_served[BEFORE_HOPPER] > num_seeds / 2);
 #endif
 }
+
+#if defined(CHECK_CUDA)
+static bool is_for_clusters(uint64_t seed) {
+    const test_case c = decode_case(seed, FA_BF16);
+    const int64_t rows = c.p.len_q * c.p.h / c.p.h_kv;
+    guarded_free_all();
+    return !c.p.cu_seqlens_q && c.p.num_splits == 0 && rows > 0 && rows <= 16;
+}
+
+/* Seeds that leave 2 after a division by 3 run with 40 SMs. */
+static bool check_given(int num_cases, bool wants_clusters) {
+    bool good = true;
+    for (uint64_t seed = 2; num_cases > 0; seed += 3) {
+        if (wants_clusters && !is_for_clusters(seed)) continue;
+        good = check_case(seed, FA_BF16, false) && good;
+        num_cases--;
+    }
+    memset(&given, 0, sizeof given);
+    return good;
+}
+
+/* A head has several clusters of CTAs, each with a part. */
+static void test_many_clusters(void **state) {
+    (void)state;
+    given.b = given.h_kv = 1, given.len_kv = 6000;
+    assert_true(check_given(6, true));
+}
+
+/* Sequences share few clusters, so that parts grow until there is a cluster for each. */
+static void test_few_clusters(void **state) {
+    (void)state;
+    given.b = 18, given.h_kv = 1, given.len_kv = 750;
+    assert_true(check_given(6, true));
+}
+
+/* A thread reads the lengths of several sequences. */
+static void test_more_sequences_than_threads(void **state) {
+    (void)state;
+    given.b = 300, given.h_kv = 1, given.len_kv = 40;
+    assert_true(check_given(6, false));
+}
+
+static void test_chunks(void **state) {
+    (void)state;
+    given.attention_chunk = 37;
+    assert_true(check_given(20, false));
+}
+#endif
 
 static void test_f32(void **state) { (void)state, check_seeds(FA_F32); }
 static void test_bf16(void **state) { (void)state, check_seeds(FA_BF16); }
@@ -620,9 +677,15 @@ int main(int argc, char **argv) {
         return !good;
     }
 #if defined(CHECK_CUDA)
-    const struct CMUnitTest cuda_tests[] = {cmocka_unit_test(test_bf16), cmocka_unit_test(test_f16),
-                                            cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_infinite_scores),
-                                            cmocka_unit_test(test_nonfinite_values)};
+    const struct CMUnitTest cuda_tests[] = {cmocka_unit_test(test_bf16),
+                                            cmocka_unit_test(test_f16),
+                                            cmocka_unit_test(test_nonfinite),
+                                            cmocka_unit_test(test_infinite_scores),
+                                            cmocka_unit_test(test_nonfinite_values),
+                                            cmocka_unit_test(test_many_clusters),
+                                            cmocka_unit_test(test_few_clusters),
+                                            cmocka_unit_test(test_more_sequences_than_threads),
+                                            cmocka_unit_test(test_chunks)};
     return cmocka_run_group_tests(cuda_tests, NULL, NULL);
 #else
     const struct CMUnitTest tests[] = {

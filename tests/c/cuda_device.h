@@ -176,8 +176,8 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     if (launcher(&run.call, &err)) fail_msg("%s", err.text);
 }
 
-/* Runs the decode kernel on a Hopper, or on a GPU before Hopper, with this number of SMs. Returns false if the plan takes
- * another kernel. */
+/* Runs the decode kernel on a Hopper, or on a GPU before Hopper, with this number of SMs. Returns false if the plan
+ * takes another kernel. */
 static inline bool run_decode_on_cuda(const fa_problem *p, bool is_hopper, int num_sms, bool at_end) {
     cuda_run run;
     fa_error err = {""};
