@@ -167,10 +167,9 @@ constexpr int MERGED_ROWS = 100 * BLOCK_KV / 64;
  * at least the square root of t rows / MERGED_ROWS, with the mean of t. The last groups may get nothing. */
 DEVICE void choose_size(const params &p, share &w, int total, int items, int most_tiles) {
     w.size = divide(total, p.by_groups), w.longer = total - w.size * p.groups;
-    const int most = w.size + (w.longer > 0);
+    const int most = w.size + (w.longer > 0), rows = min(p.partial_rows, BLOCK_Q);
     int least = most;
-    while (p.num_splits == 0 && least < most_tiles &&
-           (float)least * least * MERGED_ROWS * items < (float)total * p.partial_rows)
+    while (p.num_splits == 0 && least < most_tiles && (float)least * least * MERGED_ROWS * items < (float)total * rows)
         least++;
     if (least > most) w.size = least, w.longer = 0;
     if (least > most || items <= 1 || (long long)items * most_tiles != total) return;
