@@ -12,6 +12,7 @@
 #include "flex/flex.h"
 #include "flex_values.h"
 #include "gpu/max_logits.h"
+#include "option_mods.h"
 #include "options.h"
 #include "outputs.h"
 #include "python_tensors.h"
@@ -33,7 +34,7 @@ enum { Q_OFFSET, KV_LEN, BLOCK_TABLE, NUM_PLACES };
 typedef struct {
     PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
     PyObject *scale, *plain, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
-    PyObject *sequences, *sinks, *shift;
+    PyObject *sequences;
     fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES], of_sinks[2];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
@@ -411,7 +412,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
         c->problem.flex = f;
     }
     if (c->problem.h_kv == 0) return FA_OK; /* no tensor has an element */
-    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, err);
+    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, false, err);
     Py_END_ALLOW_THREADS return status;
 }
 
@@ -461,18 +462,23 @@ static fa_status find_max_logits(const flex_call *c, const fa_tensor *q, fa_outp
     return FA_OK;
 }
 
-static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs *outputs, fa_error *err) {
+static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, const fa_call *call, fa_outputs *outputs,
+                                   fa_error *err) {
     fa_problem *p = &c->problem;
+    fa_call own = *call;
     fa_status status = FA_OK;
     void *data = NULL;
     TRY(fa_check_call(call, p, err));
     REQUIRE(!p->paged && p->dropout_p == 0, "a call with mods has no pages and no dropout");
     c->tensors[0].t = call->q;
-    if (!read_program(c, 0, c->score, &c->flex.score) || !read_program(c, 1, c->mask, &c->flex.mask))
-        return fa_keep_exception(), FA_EPYTHON;
-    TRY(fa_make_outputs(call, false, p, outputs, err));
+    TRY(fa_make_option_mods(call, p, m, err));
+    c->blocks = m->made_blocks;
+    if (!read_program(c, 0, m->score, &c->flex.score) || !read_program(c, 1, m->mask, &c->flex.mask)) return FA_EINVAL;
+    own.only_out = m->record == Py_None;
+    TRY(fa_make_outputs(&own, false, p, outputs, err));
     leave_to_mods(p);
-    TRY(fa_read_sinks(c->sinks, c->shift, &call->q, c->of_sinks, p, err));
+    PyObject *shift = m->of_rows && (c->wants_max || m->sinks != Py_None) ? m->of_rows : Py_None;
+    TRY(fa_read_sinks(m->sinks, shift, &call->q, c->of_sinks, p, err));
     TRY(read_blocks(c, err));
     if (c->wants_max) {
         const int64_t size[] = {p->b, p->h, p->len_q}, rows = p->len_q > 1 ? p->len_q : 1,
@@ -481,20 +487,26 @@ static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs
         c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = stride[0], .stride_h = stride[1]};
     }
     p->flex = &c->flex;
-    Py_BEGIN_ALLOW_THREADS if (p->h_kv > 0) status = fa_execute_problem(p, err); /* else no tensor has an element */
+    const bool has_elements = p->h_kv > 0;
+    Py_BEGIN_ALLOW_THREADS if (has_elements) status = fa_execute_problem(p, own.only_out, err);
     if (status == FA_OK && c->wants_max) status = find_max_logits(c, &call->q, outputs, err);
     Py_END_ALLOW_THREADS return status;
 }
 
-fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs *outputs, fa_error *err) {
-    flex_call c = {.score = mods[0],
-                   .mask = mods[1],
-                   .blocks = mods[2],
-                   .wants_max = mods[3] == Py_True,
-                   .sinks = mods[4],
-                   .shift = mods[5]};
-    const fa_status status = execute_with_mods(&c, call, outputs, err);
+fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err) {
+    fa_option_mods m = {.kind_of = further[0],
+                        .attn_bias = further[1],
+                        .attn_mask = further[2],
+                        .sinks = further[3],
+                        .places = further[4],
+                        .blocks = further[5],
+                        .on_cpu = further[7] == Py_True,
+                        .least = PyFloat_AsDouble(further[8]),
+                        .record = further[9]};
+    flex_call c = {.wants_max = further[6] == Py_True};
+    const fa_status status = execute_with_mods(&c, &m, call, outputs, err);
     for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
+    fa_drop_option_mods(&m);
     if (status == FA_OK) return FA_OK;
     fa_drop_outputs(outputs);
     return FA_EINVAL; /* whatever it was, the long way says it in the caller's words */
