@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from flash_attn import _attention, _cache
-from flash_attn._arguments import NAMES, check_given, has_distributed, split
+from flash_attn._arguments import NAMES, check_given, has_distributed, maybe_contiguous, split
 from flash_attn._autocast import follow_autocast
 from flash_attn._kinds import check_kinds, in_names_of_the_caller
 from flash_attn._nested import has_nested, take_apart
@@ -117,7 +117,13 @@ def _extended(tensors, lengths, *options):
     from flash_attn._extended import attend  # imports flex_attention of torch, which a plain call does not need
 
     check_given(tensors, len(lengths) > 0)
-    return attend(*split(tensors), lengths, *options)
+    parts = split(tensors)
+    if not is_compiling():  # autocast, nested and distributed tensors are plain ones by now
+        parts = [maybe_contiguous(x) for x in parts]
+        results = _short_way()(*parts, lengths, *options)
+        if results is not None:
+            return results
+    return attend(*parts, lengths, *options)
 
 
 def _parts(tensors, varlen):

@@ -7,6 +7,7 @@ computes it or says what is wrong.
 """
 
 import functools
+import weakref
 
 import flash_attn_2_cuda
 import torch
@@ -176,23 +177,24 @@ def _blocks(attn_mask, shape, window, is_packed, programs, mask):
     return _found(mask, bindable, torch.device("cpu"), shape)
 
 
+# What is kept on a GPU belongs to one stream. A CUDA graph gets tensors of its own, because those that are kept may be
+# forgotten. Tensors of inference mode do not tell whether they were changed, and the host must not wait to compare
+# them.
+
+
+def _is_captured(device):
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _stream_of(device):
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
+
+
 def _kept_on_gpu(tensor, what, make):
-    """``make()``, kept for the next layer (:func:`remembered`). What is made belongs to one stream.
-
-    A CUDA graph gets tensors of its own, because those that are kept may be forgotten. Tensors of inference mode do not
-    tell whether they were changed, and the host must not wait to compare them.
-    """
-    if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    """``make()``, kept for the next layer (:func:`remembered`)."""
+    if tensor.is_inference() or _is_captured(tensor.device):
         return make()
-    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
-    return remembered(tensor, (what, stream), make)
-
-
-@functools.lru_cache(maxsize=16)
-def _anchor(device):
-    """A tensor of each device, at which is kept what depends on no tensor."""
-    with torch.inference_mode(False):
-        return torch.zeros(1, device=device)
+    return remembered(tensor, (what, _stream_of(tensor.device)), make)
 
 
 # NOTE: torch.no_grad as a decorator of an inner function takes 10 us whenever the inner function is made.
@@ -202,13 +204,18 @@ def _dense_on_gpu(len_q, len_kv, window, device, is_exact):
     """The lists of the blocks of a window, or None."""
     if not (len_q and len_kv) or _is_one_block(len_q, len_kv):
         return None
-    what = len_q, len_kv, window, is_exact
-    return _kept_on_gpu(_anchor(device), what, functools.partial(_blocks_of_dense, *what, device))
+    what = len_q, len_kv, window, is_exact, device
+    return _blocks_of_dense(*what) if _is_captured(device) else _kept_blocks_of_dense(*what, _stream_of(device))
 
 
 @torch.inference_mode(False)
 def _blocks_of_dense(len_q, len_kv, window, is_exact, device):
     return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, is_exact)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_blocks_of_dense(len_q, len_kv, window, is_exact, device, stream):
+    return _blocks_of_dense(len_q, len_kv, window, is_exact, device)
 
 
 def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
@@ -229,6 +236,42 @@ def _places_of_packed(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_
     return places.tensors, lists
 
 
+class _LastPacked:
+    """What was found for the packed call before, if the next layer brings the same two tensors, unchanged."""
+
+    def __init__(self):
+        self._kept = None  # one tuple, so that threads see all of it or nothing
+
+    @staticmethod
+    def _state(cu_seqlens_q, cu_seqlens_k):
+        """It changes with every write that PyTorch counts, and with other memory behind a tensor."""
+        stream = torch._C._cuda_getCurrentRawStream(cu_seqlens_q.get_device()) if cu_seqlens_q.is_cuda else None
+        if cu_seqlens_k is cu_seqlens_q:
+            return cu_seqlens_q._version, cu_seqlens_q.data_ptr(), cu_seqlens_q.shape, stream
+        return (
+            *(cu_seqlens_q._version, cu_seqlens_q.data_ptr(), cu_seqlens_q.shape, stream),
+            *(cu_seqlens_k._version, cu_seqlens_k.data_ptr(), cu_seqlens_k.shape),
+        )
+
+    def find(self, cu_seqlens_q, cu_seqlens_k, what):
+        if self._kept is None:
+            return None
+        ref_q, ref_k, of_call, state, found = self._kept
+        if ref_q() is not cu_seqlens_q or ref_k() is not cu_seqlens_k or of_call != what:
+            return None
+        if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        return found if state == self._state(cu_seqlens_q, cu_seqlens_k) else None
+
+    def keep(self, cu_seqlens_q, cu_seqlens_k, what, found):
+        if not (cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference() or _is_captured(cu_seqlens_q.device)):
+            refs = weakref.ref(cu_seqlens_q), weakref.ref(cu_seqlens_k)
+            self._kept = *refs, what, self._state(cu_seqlens_q, cu_seqlens_k), found
+
+
+_last_packed = _LastPacked()
+
+
 # ---- calls ---------------------------------------------------------------------------------------------------------
 
 
@@ -244,13 +287,33 @@ def _are_watched():
 def _places_on_gpu(q, k, lengths, window, is_exact):
     """The places of packed rows and the lists of their blocks, or None if the running sums do not fit."""
     cu_seqlens_q, cu_seqlens_k = lengths[:2]
-    if _are_watched() or not type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor or not _fit_sums(cu_seqlens_q, q):
+    if _are_watched():
         return None
-    if cu_seqlens_k is not cu_seqlens_q and not (
-        _fit_sums(cu_seqlens_k, q) and len(cu_seqlens_q) == len(cu_seqlens_k)
-    ):
+    what = len(q), len(k), window, is_exact
+    found = _last_packed.find(cu_seqlens_q, cu_seqlens_k, (*what, q.get_device()))
+    if found is not None:
+        return found
+    if not type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor or not _fit_sums(cu_seqlens_q, q):
         return None
-    return _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, len(q), len(k), window, is_exact)
+    if cu_seqlens_k is not cu_seqlens_q and not (_fit_sums(cu_seqlens_k, q) and len(cu_seqlens_q) == len(cu_seqlens_k)):
+        return None
+    found = _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what)
+    _last_packed.keep(cu_seqlens_q, cu_seqlens_k, (*what, q.get_device()), found)
+    return found
+
+
+def _shift_of_doubles(q, k, lengths, attn_bias, sinks, places, window):
+    """The shift of a bias in fp64, which no kernel of a GPU makes, and its values in fp32. None: something is wrong."""
+    dense = len(q), q.shape[-2], q.shape[1], k.shape[1]
+    shape = (len(lengths[0]) - 1, q.shape[-2], *lengths[2:]) if lengths else dense
+    sizes = attn_bias.shape
+    if _are_watched() or len(sizes) > 4 or any(n not in (1, want) for n, want in zip(sizes[::-1], shape[::-1])):
+        return None
+    if attn_bias.device != q.device or is_freed(attn_bias) or not (sinks is None or _extended.fit_sinks(sinks, q)):
+        return None
+    of = mods.PackedPlaces.at(*places) if lengths else mods.Places(*dense[2:], window)
+    shift = mods.shift_of_rows(of, attn_bias, sinks, torch.float64)
+    return None if shift is None else (shift, shift.float())
 
 
 def attend(
@@ -301,8 +364,14 @@ def attend(
             return None
         blocks = _dense_on_gpu(q.shape[1], k.shape[1], window, q.device, attn_mask is None)
     record = [] if is_recorded or return_lse else None
+    shift = None
+    if attn_bias is not None and attn_bias.dtype == torch.float64 and not on_cpu:
+        shift = _shift_of_doubles(q, k, lengths, attn_bias, sinks, places, window)
+        if shift is None:
+            return None
     further = (
-        _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, record,
+        _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
+        record,
     )  # fmt: skip
     if is_packed:
         results = flash_attn_2_cuda.direct_varlen_mods(q, k, v, *lengths, *options, None, *further)

@@ -502,7 +502,8 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outp
                         .blocks = further[5],
                         .on_cpu = further[7] == Py_True,
                         .least = PyFloat_AsDouble(further[8]),
-                        .record = further[9]};
+                        .given_shift = further[9],
+                        .record = further[10]};
     flex_call c = {.wants_max = further[6] == Py_True};
     const fa_status status = execute_with_mods(&c, &m, call, outputs, err);
     for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);

@@ -143,6 +143,10 @@ static fa_status make_shift(const fa_call *call, const fa_problem *p, int64_t ri
                           .last = p->len_kv - p->len_q + right};
     fa_outputs outputs = {.num = 0};
     bool are_high = false;
+    if (m->given_shift != Py_None) {
+        m->shift = PySequence_GetItem(m->given_shift, 0), m->of_rows = PySequence_GetItem(m->given_shift, 1);
+        return m->shift && m->of_rows ? FA_OK : FA_EINVAL;
+    }
     if (m->on_cpu) TRY(fa_biases_are_high(&r, &are_high, err));
     if (are_high) return FA_OK;
     if (is_packed && m->on_cpu) TRY(make_places(call, right, (1u << NUM_PLACES) - 1, m, err));
@@ -200,6 +204,7 @@ static fa_status find_kind(const fa_call *call, const fa_problem *p, int64_t rig
     add(k, right >= 0, 1);
     if (present(&bias.t)) TRY(make_shift(call, p, right, &bias.t, m, err));
     TRY(fa_flex_read_tensor(m->shift ? m->shift : Py_None, "the shift", &shift, err));
+    REQUIRE(!m->shift || shift.t.ndim == 3, "the shift must be [b, h, rows]");
     TRY(add_dims(k, &shift.t, shift.t.size, 3, err)); /* its sizes are those of its rows, or 1 */
     add(k, shift.t.dtype == fa_torch.f64, 1);
     return FA_OK;

@@ -28,9 +28,9 @@ typedef struct {
     /* Given. All objects but kind_of may be None. kind_of(kind) returns None or (score, mask, the places of rows that
      * they read, as bits, ..); a program is None or (its text, which values its tensors are, which ones its numbers
      * are, numbers that are no values). blocks: a tuple, or a function of the kind's tuple and the call's mask, or None.
-     * on_cpu: the biases are looked at, and the places are made here. record: a list that gets the kind's tuple, score,
-     * mask, blocks and of_rows. */
-    PyObject *kind_of, *attn_bias, *attn_mask, *sinks, *places, *blocks, *record;
+     * on_cpu: the biases are looked at, and the places are made here. given_shift: the shift and its values in fp32, of a
+     * bias for which C has no kernel. record: a list that gets the kind's tuple, score, mask, blocks and of_rows. */
+    PyObject *kind_of, *attn_bias, *attn_mask, *sinks, *places, *blocks, *given_shift, *record;
     double least; /* a lower largest bias of a row is subtracted before */
     bool on_cpu;
     /* Made, each a new reference or NULL: mods as (text, tensors, numbers) or None, blocks or None, the shift of the

@@ -303,7 +303,8 @@ def test_the_short_way_has_the_programs_that_were_prebuilt(monkeypatch, name, is
     found = {"long": [], "short": []}
 
     def note(way, score, mask, blocks):
-        found[way].append(([None if x is None else (x[0], len(x[1]), len(x[2])) for x in (score, mask)], blocks is None))
+        mods = [None if x is None else (x[0], len(x[1]), len(x[2])) for x in (score, mask)]
+        found[way].append((mods, blocks is None))
 
     def long(function):
         def call(*args):
