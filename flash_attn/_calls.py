@@ -11,9 +11,11 @@ from torch.compiler import is_compiling
 from flash_attn import _attention, _cache
 from flash_attn._arguments import NAMES, check_given, has_distributed, maybe_contiguous, split
 from flash_attn._autocast import follow_autocast
+from flash_attn._dispatch import is_unseen
 from flash_attn._kinds import check_kinds, in_names_of_the_caller
 from flash_attn._nested import has_nested, take_apart
-from flash_attn._ops import check_storage, is_freed
+from flash_attn._ops import check_storage
+from flash_attn._ops import flash_attn_2_cuda as _direct
 
 # ---- errors --------------------------------------------------------------------------------------------------------
 
@@ -101,8 +103,26 @@ def _call(function, tensors, lengths, options, flags):
     _raise(failure, tensors, lengths, options)
 
 
+def _attend_parts(tensors, lengths, options):
+    """``attend`` of tensors in one, on the short way of q, k and v, or None.
+
+    Not if autograd would record the call: then the gradient has to come in one piece.
+    """
+    if not is_unseen() or (torch.is_grad_enabled() and any(getattr(x, "requires_grad", True) for x in tensors)):
+        return None
+    parts = _parts(tensors, len(lengths) > 0)
+    if parts is None:
+        return None
+    function = _direct.direct_varlen_attention if lengths else _direct.direct_attention
+    return function(*parts, *lengths, *options)
+
+
 def attend(tensors, lengths, *options):
     """Computes a public function. ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or has four values."""
+    if len(tensors) < 3:
+        out = _attend_parts(tensors, lengths, options)
+        if out is not None:
+            return out
     return _call(_attention.attend, tensors, lengths, options, (options[2], *options[6:8]))
 
 
@@ -134,7 +154,7 @@ def _parts(tensors, varlen):
     if len(tensors) == 3:
         return tensors
     *given, packed = tensors
-    if type(packed) is not torch.Tensor or packed.is_nested or is_freed(packed):
+    if type(packed) is not torch.Tensor or packed.is_nested:
         return None
     fits = packed.dim() == 5 - varlen and packed.shape[-3] == 3 - len(given)
     return (*given, *packed.unbind(-3)) if fits else None

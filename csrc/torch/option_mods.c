@@ -161,7 +161,7 @@ static fa_status make_shift(const fa_call *call, const fa_problem *p, int64_t ri
     if (status == FA_OK && !(m->shift = fa_torch.wrap(outputs.tensor[0]))) status = FA_EINVAL;
     fa_drop_outputs(&outputs);
     TRY(status);
-    if (fa_flex_has_dtype(m->shift, "float64")) return make_floats(m->shift, &m->of_rows, err);
+    if (bias->dtype == fa_torch.f64) return make_floats(m->shift, &m->of_rows, err);
     Py_INCREF(m->shift);
     m->of_rows = m->shift;
     return FA_OK;

@@ -324,7 +324,7 @@ def test_parts_of_the_keys_share_one_sink(call, rows, device):
     q = torch.zeros(1, rows, h, d, device=device, dtype=dtype)
     k, v = (numbers(generator, device, 1, keys, 2, d).to(dtype) for _ in range(2))
     v = v / 8 + 1
-    sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0], device=device) + math.log(keys)
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0], device=device) + math.log(keys)
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (rows, keys))
     options = {"sinks": sinks, "return_lse": True}
     if "attn_bias" in call:
@@ -350,6 +350,6 @@ def test_parts_of_the_keys_share_one_sink(call, rows, device):
     tolerance = 1e-2 if device == "cuda" else 1e-5
     torch.testing.assert_close(out.double().view_as(want), want, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double().view(h, rows), want_lse[:, None].expand(h, rows), rtol=1e-5, atol=1e-5)
-    assert ((wrong - want).abs() > 5 * tolerance).all() and (wrong_lse > want_lse[:, None] + 0.1).all()
+    assert ((wrong - want).abs() > 3 * tolerance).all() and (wrong_lse > want_lse[:, None] + 0.1).all()
     if device == "cuda":
         assert flash_attn.explain(function, *arguments, **options).num_splits != 1
