@@ -113,8 +113,10 @@ def _attend_parts(tensors, lengths, options):
     parts = _parts(tensors, len(lengths) > 0)
     if parts is None:
         return None
-    function = _direct.direct_varlen_attention if lengths else _direct.direct_attention
-    return function(*parts, *lengths, *options)
+    if not lengths:
+        return _direct.direct_attention(*parts, *options)
+    no_table = (None,) if len(options) == 8 else ()
+    return _direct.direct_varlen_attention(*parts, *lengths, *options, *no_table)
 
 
 def attend(tensors, lengths, *options):

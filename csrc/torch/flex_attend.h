@@ -21,8 +21,8 @@
 
 /* Executes a forward of the plain ops (direct.h), whose window, softcap, slopes and places of packed sequences mods
  * compute (option_mods.h). further: kind_of, attn_bias, attn_mask, sinks, places, blocks, whether the largest score of
- * each head is wanted, a third result [h], on_cpu, least, given_shift, and record. With packed sequences the mods see one
- * batch, whose rows and keys are those of the tensors. */
+ * each head is wanted, a third result [h], on_cpu, least, given_shift, and record. With packed sequences the mods see
+ * one batch, whose rows and keys are those of the tensors. */
 fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err);
 
 PyObject *fa_flex_forward(PyObject *self, PyObject *args);

@@ -1,7 +1,7 @@
 /* The mods of a call of flash_attn_func with options: which programs they are, and the values of these programs.
  *
- * A *kind* says which options a call has, and which dimensions their tensors have, as the bits of a number. Python makes
- * the programs of a kind once (flash_attn/_extended_directly.py), and they are kept here. */
+ * A *kind* says which options a call has, and which dimensions their tensors have, as the bits of a number. Python
+ * makes the programs of a kind once (flash_attn/_extended_directly.py), and they are kept here. */
 #ifndef FA_TORCH_OPTION_MODS_H
 #define FA_TORCH_OPTION_MODS_H
 
@@ -25,11 +25,13 @@ enum {
 };
 
 typedef struct {
-    /* Given. All objects but kind_of may be None. kind_of(kind) returns None or (score, mask, the places of rows that
-     * they read, as bits, ..); a program is None or (its text, which values its tensors are, which ones its numbers
-     * are, numbers that are no values). blocks: a tuple, or a function of the kind's tuple and the call's mask, or None.
-     * on_cpu: the biases are looked at, and the places are made here. given_shift: the shift and its values in fp32, of a
-     * bias for which C has no kernel. record: a list that gets the kind's tuple, score, mask, blocks and of_rows. */
+    /* Given. All objects but kind_of may be None.
+     *
+     * kind_of(kind) returns None or (score, mask, the places of rows that they read, as bits, ..). A program is None
+     * or (its text, which values its tensors are, which ones its numbers are, numbers that are no values). blocks: a
+     * tuple, or a function of the kind's tuple and the call's mask. on_cpu: the biases are looked at, and the places
+     * are made here. given_shift: the shift and its values in fp32, of a bias for which C has no kernel. record: a
+     * list that gets the kind's tuple, score, mask, blocks and of_rows. */
     PyObject *kind_of, *attn_bias, *attn_mask, *sinks, *places, *blocks, *given_shift, *record;
     double least; /* a lower largest bias of a row is subtracted before */
     bool on_cpu;

@@ -39,8 +39,15 @@ fa_status fa_make_shift(const fa_shift_request *request, fa_outputs *outputs, fa
 
 /* Of each row of packed sequences: the first and the last key that it sees, the key beside it, its sequence, its place
  * there, and the first key of the sequence. Rows behind the last sequence see nothing. */
-enum { FA_FIRST_KEY, FA_LAST_KEY, FA_KEY_BESIDE, FA_SEQUENCE, FA_PLACE_IN_SEQUENCE, FA_FIRST_OF_SEQUENCE,
-       FA_NUM_PLACES };
+enum {
+    FA_FIRST_KEY,
+    FA_LAST_KEY,
+    FA_KEY_BESIDE,
+    FA_SEQUENCE,
+    FA_PLACE_IN_SEQUENCE,
+    FA_FIRST_OF_SEQUENCE,
+    FA_NUM_PLACES
+};
 
 /* Makes the places of a call on the CPU, int64 [total_q], whose bits are set in `wanted`. right: of the window, with
  * causal. */
