@@ -39,7 +39,7 @@ typedef struct {
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
     /* Of a call that makes its results: */
-    bool makes_results, wants_max, enables_gqa;
+    bool makes_results, wants_lse, wants_max, enables_gqa;
     PyObject *block_mask, *owned_blocks; /* a BlockMask or None, and the blocks that it became */
     fa_outputs outputs;                  /* owned: out, lse and perhaps max_scores */
     fa_flex flex;
@@ -201,8 +201,8 @@ static fa_status make_results(flex_call *c, fa_error *err) {
     strides_of_out(q, p->d_v, stride);
     TRY(fa_make_output(&c->outputs, q, 4, size, stride, q->dtype, &data, err));
     p->o = (fa_view){data, stride[0], .stride_row = stride[2], .stride_h = stride[1]};
-    TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, &data, err));
-    p->lse = (fa_row_stats){.data = data, .stride_b = of_stats[0], .stride_h = of_stats[1]};
+    p->lse = (fa_row_stats){.stride_b = of_stats[0], .stride_h = of_stats[1]};
+    if (c->wants_lse) TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, (void **)&p->lse.data, err));
     if (!c->wants_max) return FA_OK;
     TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, &data, err));
     c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = of_stats[0], .stride_h = of_stats[1]};
@@ -412,7 +412,8 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
         c->problem.flex = f;
     }
     if (c->problem.h_kv == 0) return FA_OK; /* no tensor has an element */
-    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, false, err);
+    const bool only_out = c->makes_results && !c->wants_lse;
+    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, only_out, err);
     Py_END_ALLOW_THREADS return status;
 }
 
@@ -515,11 +516,12 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outp
 
 /* ---- calls that make their results ------------------------------------------------------------------------------- */
 
-/* Returns (out, lse, max_scores or None, blocks or None), or NULL. */
+/* Returns (out, lse or None, max_scores or None, blocks or None), or NULL. */
 static PyObject *results_of(flex_call *c) {
+    const bool is_made[] = {true, c->wants_lse, c->wants_max};
     PyObject *tuple = PyTuple_New(4);
-    for (int i = 0; tuple && i < 3; i++) {
-        PyObject *result = i < c->outputs.num ? fa_torch.wrap(c->outputs.tensor[i]) : Py_None;
+    for (int i = 0, made = 0; tuple && i < 3; i++) {
+        PyObject *result = is_made[i] ? fa_torch.wrap(c->outputs.tensor[made++]) : Py_None;
         if (result == Py_None) Py_INCREF(Py_None);
         if (!result || PyTuple_SetItem(tuple, i, result) < 0) Py_CLEAR(tuple);
     }
@@ -533,12 +535,13 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {.makes_results = true, .blocks = Py_None};
     fa_error err = {""};
-    PyObject *enable_gqa, *wants_max, *results = NULL;
-    if (!PyArg_UnpackTuple(args, "flex_direct", 11, 11, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
-                           &c.mask, &c.block_mask, &c.sequences, &wants_max))
+    PyObject *enable_gqa, *wants_lse, *wants_max, *results = NULL;
+    if (!PyArg_UnpackTuple(args, "flex_direct", 12, 12, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
+                           &c.mask, &c.block_mask, &c.sequences, &wants_lse, &wants_max))
         return NULL;
     if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_plain(c.q) || !fa_is_plain(c.k) || !fa_is_plain(c.v))
         Py_RETURN_NONE;
+    c.wants_lse = wants_lse == Py_True;
     c.wants_max = wants_max == Py_True;
     c.enables_gqa = enable_gqa == Py_True;
     const fa_status status = attend(&c, FA_FWD, &err);
