@@ -282,11 +282,11 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (80, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
+        (80, ("d64_q64kv256w8", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (86, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (87, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
+        (87, ("d64_q64kv256w8", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (89, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (100, ("d64_q64kv128w4", "d96_q64kv128w8", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
+        (100, ("d64_q64kv128w4", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (120, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
     ],
     ids=str,
