@@ -158,8 +158,12 @@ def _parts(tensors, varlen):
     *given, packed = tensors
     if type(packed) is not torch.Tensor or packed.is_nested:
         return None
-    fits = packed.dim() == 5 - varlen and packed.shape[-3] == 3 - len(given)
-    return (*given, *packed.unbind(-3)) if fits else None
+    if packed.dim() != 5 - varlen or packed.shape[-3] != 3 - len(given):
+        return None
+    try:
+        return *given, *packed.unbind(-3)
+    except RuntimeError:  # the storage is too small, which the long way says in the caller's words
+        return None
 
 
 def attend_extended(tensors, lengths, *options):
