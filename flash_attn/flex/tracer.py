@@ -23,6 +23,7 @@ INDICES = ("b", "h", "q_idx", "kv_idx")
 RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal"}
 RANDOM |= {"multinomial", "poisson", "dropout", "seed", "manual_seed", "uniform_", "normal_", "bernoulli_", "random_"}
 MOST_UNROLLED = 1024  # elements of a vector
+FUNCTIONS = torch.autograd.function.__file__  # no place in a mod
 
 _numbers = (bool, int, float)
 
@@ -154,7 +155,7 @@ class Trace:
     def where(self):
         """Says in which mod and line the trace is."""
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code not in self._codes:
+        while frame is not None and (frame.f_code not in self._codes or frame.f_code.co_filename == FUNCTIONS):
             frame = frame.f_back
         target = self.mod
         while isinstance(target, functools.partial):
@@ -630,7 +631,10 @@ def dispatch(function, args, kwargs, name=None):
         trace.fail(f"a mod must not write to a tensor ({name})")
     if any(isinstance(x, Value) for x in parts):
         if torch.is_grad_enabled() != trace.grad_mode:
-            trace.fail("a mod must not switch gradients off or on; use detach()")
+            trace.fail(
+                "a mod must not switch gradients off or on, as torch.autograd.Function does; use detach(), or torch's "
+                "functions"
+            )
         with torch._C.DisableTorchFunction():  # the tracer's own tensors are no business of the mode
             return operations.operate(trace, name, function, args, kwargs)
     return trace.repeat(function, args, kwargs)
