@@ -63,7 +63,7 @@ def prebuild(
     Traceback (most recent call last):
     ValueError: ...
     """
-    kernels = choose(flash_attn_2_cuda.cuda_kernels(), archs, all_features)
+    kernels = choose(flash_attn_2_cuda, archs, all_features)
     compiled = []
     for done, (name, *variant) in enumerate(kernels, 1):
         is_new = flash_attn_2_cuda.build_cuda_kernel(*variant)

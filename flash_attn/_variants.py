@@ -36,12 +36,14 @@ def numbers_of(archs):
     return list(dict.fromkeys(map(number_of, archs)))
 
 
-def choose(kernels, archs, all_features=False, generation=2):
-    """Returns [(name, family, row, features, architecture's number)], chosen from an extension's cuda_kernels()."""
+def choose(extension, archs, all_features=False, generation=2):
+    """Returns [(name, family, row, features, architecture's number)] of an extension's kernels for these GPUs."""
     numbers = numbers_of(archs)
     return [
         (name, family, row, features, number)
-        for name, family, row, features, own in kernels
+        for name, family, row, features, own in extension.cuda_kernels()
         for number in numbers
-        if own in (0, number) and (all_features or _is_common(name, own, number, generation))
+        if own in (0, number)
+        and (all_features or _is_common(name, own, number, generation))
+        and extension.cuda_kernel_is_taken(family, row, features, number)
     ]

@@ -9,6 +9,8 @@ from pathlib import Path
 import flash_attn_2_cuda
 import pytest
 
+from flash_attn._variants import ARCHS, choose
+
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 GCC = shutil.which("gcc")
 
@@ -473,6 +475,27 @@ def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(p
         assert kernel == f"attn_decode_sm80_bf16_d{d}_{name}" and cluster == "0"
     name = plan(capability=capability, d=d, pages=1, sms=108).split()[0]
     assert name == f"attn_decode_sm80_bf16_d{d}_{DECODE_TILES[d][is_small][2]}"
+
+
+@pytest.mark.parametrize("capability", [80, 86, 87, 89, 100, 120])
+def test_kernels_before_hopper_are_built_ahead_where_a_plan_takes_them(plan, capability):
+    """sm_87 is no architecture of prebuild, but the module knows which kernels it takes."""
+    taken = {
+        name
+        for name, family, row, features, arch in flash_attn_2_cuda.cuda_kernels()
+        if "_sm80_" in name and arch == 0 and flash_attn_2_cuda.cuda_kernel_is_taken(family, row, features, capability)
+    }
+    planned = set()
+    for d in (64, 96, 128, 192, 256):
+        for dtype in (0, 1):
+            for numbers in ({"len_q": 300}, {"pass": 1}, *({"used": 1, "len_q": n} for n in (8, 16, 32))):
+                planned.add(plan(capability=capability, d=d, dtype=dtype, **numbers).split()[0])
+    planned = {name for name in planned if "_sm80_" in name}
+    planned |= {name.replace("attn_bwd_", "attn_bwd_dq_") for name in planned if "_bwd_" in name}
+    assert planned == {name for name in taken if not re.search("score|dropout", name)}
+    if f"sm_{capability}" in ARCHS:
+        chosen = {name for name, *_ in choose(flash_attn_2_cuda, [f"sm_{capability}"], True)}
+        assert taken == {name for name in chosen if "_sm80_" in name}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def _ship(extension, archs, jobs, say, folder, cache):
     variants = _load("flash_attn_variants", VARIANTS)
     variants.__spec__.loader.exec_module(variants)
     module = _load(module_name, extension)
-    kernels = variants.choose(module.cuda_kernels(), archs, False, generation)
+    kernels = variants.choose(module, archs, False, generation)
     before = {name: os.environ.get(name) for name in ("FLASH_ATTN_CACHE_DIR", "CUDA_HOME")}
     os.environ["FLASH_ATTN_CACHE_DIR"] = str(cache)
     if toolkit() and not before["CUDA_HOME"]:

@@ -95,19 +95,14 @@ static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int 
     return launch;
 }
 
-/* Has an SM shared memory for the CTAs of a row of tiles.def? */
-static bool fits_sm(const fa_machine *machine, fa_family_id id, int row) {
-    return fa_gpu_decode_row(id, row)->ctas * (fa_families[id].rows[row].shared_bytes + FA_RESERVED_BYTES) <=
-           fa_shared_bytes_of_sm(machine->gpu_capability);
-}
-
 /* Returns the row of the lowest tile that has room for d columns and `rows` query rows. If no tile has room for all
  * rows, this is the row of the highest tile. Of tiles that are as high it is the first one that fits an SM. */
 static int row_of(const fa_machine *machine, fa_family_id id, int64_t d, int64_t rows) {
     int row = -1;
     for (int i = 0; i < fa_families[id].num_rows; i++) {
         const fa_gpu_decode_columns *t = fa_gpu_decode_row(id, i), *lower = row < 0 ? NULL : fa_gpu_decode_row(id, row);
-        if (t->d < d || (lower && (t->d != lower->d || t->warps_q == lower->warps_q)) || !fits_sm(machine, id, i))
+        if (t->d < d || (lower && (t->d != lower->d || t->warps_q == lower->warps_q)) ||
+            !fa_row_fits_sm(id, i, machine->gpu_capability))
             continue;
         row = i;
         if (rows <= 16 * t->warps_q) break;

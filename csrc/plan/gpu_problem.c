@@ -320,17 +320,47 @@ int fa_shared_bytes_of_sm(int capability) {
     return kib * 1024;
 }
 
+/* A row of a family before Hopper. Rows with as many columns and the same warps_q compete. */
+typedef struct {
+    int d, warps_q, ctas, shared_bytes;
+} row_before_hopper;
+
+static bool is_before_hopper(fa_family_id id) {
+    return id == FA_FWD_SM80 || id == FA_BWD_SM80 || id == FA_BWD_DQ_SM80 || id == FA_DECODE_SM80;
+}
+
+static row_before_hopper row_of(fa_family_id id, int row) {
+    /* FA_BWD_DQ_SM80 runs after FA_BWD_SM80, with the same rows. */
+    const int bytes = fa_families[id == FA_BWD_DQ_SM80 ? FA_BWD_SM80 : id].rows[row].shared_bytes;
+    if (id == FA_FWD_SM80) return (row_before_hopper){fa_fwd_sm80_row(row)->d, 0, fa_fwd_sm80_row(row)->ctas, bytes};
+    if (id != FA_DECODE_SM80) return (row_before_hopper){fa_bwd_sm80_row(row)->d, 0, fa_bwd_sm80_row(row)->ctas, bytes};
+    const fa_gpu_decode_columns *t = fa_gpu_decode_row(id, row);
+    return (row_before_hopper){t->d, t->warps_q, t->ctas, bytes};
+}
+
+bool fa_row_fits_sm(fa_family_id id, int row, int capability) {
+    const row_before_hopper r = row_of(id, row);
+    return r.ctas * (r.shared_bytes + FA_RESERVED_BYTES) <= fa_shared_bytes_of_sm(capability);
+}
+
+bool fa_row_is_taken(fa_family_id id, int row, unsigned features, int capability) {
+    if (!is_before_hopper(id)) return true;
+    const row_before_hopper r = row_of(id, row);
+    for (int i = 0; i < row; i++) {
+        const row_before_hopper other = row_of(id, i);
+        if (other.d == r.d && other.warps_q == r.warps_q && fa_families[id].chooses(i, features) &&
+            fa_row_fits_sm(id, i, capability))
+            return false;
+    }
+    return fa_row_fits_sm(id, row, capability);
+}
+
 int fa_first_row_of_sm80(const fa_problem *p, const fa_machine *machine, fa_family_id id) {
     const fa_family *family = &fa_families[id];
-    const int bytes = fa_shared_bytes_of_sm(machine->gpu_capability);
     int row = 0;
-    for (; row < family->num_rows; row++) {
-        const bool is_fwd = id == FA_FWD_SM80;
-        const int d = is_fwd ? fa_fwd_sm80_row(row)->d : fa_bwd_sm80_row(row)->d;
-        const int ctas = is_fwd ? fa_fwd_sm80_row(row)->ctas : fa_bwd_sm80_row(row)->ctas;
-        if (d >= p->d && family->chooses(row, fa_cuda_features(p) & family->knows) &&
-            ctas * (family->rows[row].shared_bytes + FA_RESERVED_BYTES) <= bytes)
-            break;
-    }
+    while (row < family->num_rows &&
+           !(row_of(id, row).d >= p->d && family->chooses(row, fa_cuda_features(p) & family->knows) &&
+             fa_row_fits_sm(id, row, machine->gpu_capability)))
+        row++;
     return row;
 }

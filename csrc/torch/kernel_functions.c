@@ -9,6 +9,7 @@
 #include "gpu/kernel_cache.h"
 #include "gpu/kernel_source.h"
 #include "gpu/kernels.h"
+#include "plan/gpu_problem.h"
 #include "system/environment.h"
 
 static PyObject *cuda_kernels(PyObject *self, PyObject *unused) {
@@ -42,6 +43,14 @@ static bool read_variant(PyObject *args, const char *function, fa_variant *varia
     variant->features = (unsigned)PyLong_AsLong(PyTuple_GetItem(args, 2));
     variant->arch = (int)PyLong_AsLong(PyTuple_GetItem(args, 3));
     return !PyErr_Occurred();
+}
+
+static PyObject *cuda_kernel_is_taken(PyObject *self, PyObject *args) {
+    (void)self;
+    fa_variant variant;
+    if (!read_variant(args, "cuda_kernel_is_taken", &variant)) return NULL;
+    if (!fa_variant_is_chosen(variant)) return PyErr_Format(PyExc_ValueError, "there is no such CUDA kernel");
+    return PyBool_FromLong(fa_row_is_taken(variant.family, variant.row, variant.features, variant.arch));
 }
 
 static PyObject *build_cuda_kernel(PyObject *self, PyObject *args) {
@@ -151,6 +160,10 @@ static PyObject *compile_pending_kernel(PyObject *self, PyObject *unused) {
 PyMethodDef fa_kernel_functions[] = {
     {"cuda_kernels", cuda_kernels, METH_NOARGS,
      "cuda_kernels() -> (name, family, row, features, arch) of every GPU kernel that a call can ask for; arch 0: any"},
+    {"cuda_kernel_is_taken", cuda_kernel_is_taken, METH_VARARGS,
+     "cuda_kernel_is_taken(family, row, features, arch) -> can a call on such a GPU ask for the kernel? Not if its "
+     "tile "
+     "does not fit there, or a better one does"},
     {"build_cuda_kernel", build_cuda_kernel, METH_VARARGS,
      "build_cuda_kernel(family, row, features, arch) -> True if the kernel had to be compiled, False if the disk cache "
      "has it"},
