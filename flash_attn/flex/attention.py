@@ -27,7 +27,7 @@ from . import ahead, calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
-from .sequences import key_length, rows_of_mask, sequences_of, shift_of
+from .sequences import key_length, narrowed, rows_of_mask, sequences_of, shift_of
 from .tracer import known_program_of
 
 WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
@@ -310,7 +310,7 @@ def _check_kernel_options(options):
 def int32(tensor):
     if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"the lists of a block mask must be integers, not {tensor.dtype}")
-    return tensor if tensor is None or tensor.dtype == torch.int32 else tensor.to(torch.int32)
+    return tensor if tensor is None or tensor.dtype == torch.int32 else narrowed(tensor)
 
 
 def in_autocast(*tensors):
