@@ -34,6 +34,19 @@ def test_an_expression_has_torchs_values(seed):
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 5, 2.0, True])
+def test_a_power_has_torchs_dtype(exponent):
+    """That of a bool is an integer: the sum of two is 2."""
+    for base in (lambda q, k: q >= k, lambda q, k: (q - k).to(torch.int8), lambda q, k: (q - k).double()):
+
+        def mod(b, h, q, k, base=base):
+            x = base(q, k) ** exponent
+            return x | x if x.dtype == torch.bool else x + x
+
+        want, got = expected(mod, (1, 1, 5, 9)), evaluated(mod, (1, 1, 5, 9))
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
 FUNCTIONS += ["nn.functional." + name for name in "gelu silu softplus relu".split()]
 
 
