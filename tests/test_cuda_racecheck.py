@@ -74,7 +74,8 @@ torch.cuda.synchronize()
 """
 
 DENSE = [{}, {"causal": True, "dropout_p": 0.2}, {"causal": True, "has_sinks": True}]
-PACKED = [{"causal": True}, {"window_size": (50, 20), "has_sinks": True}]
+WINDOW = {"window_size": (50, 20)}
+PACKED = [{"causal": True}, {**WINDOW, "has_sinks": True}]
 PROBLEMS = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 128, 160, 192, 256)}
 PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 160, 192, 256)}
 PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]
@@ -85,7 +86,9 @@ BEFORE_HOPPER = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d
 BEFORE_HOPPER |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 96, 128, 192, 256)}
 BEFORE_HOPPER |= {f"d{d}-in_order": [(d, False, {"causal": True, "deterministic": True})] for d in (64, 128, 256)}
 IN_8_BITS = {f"d{d}-{keys}": [(d, False, {"keys": keys})] for d in (64, 128, 192, 256) for keys in (300, 4500)}
-IN_8_BITS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 192, 256)}
+IN_8_BITS |= {
+    f"d{d}-packed": [(d, True, options) for options in ({"causal": True}, WINDOW)] for d in (64, 128, 192, 256)
+}
 
 
 def racecheck(problems, folder, program=PROGRAM, kernels=""):
