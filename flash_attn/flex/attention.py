@@ -473,7 +473,7 @@ def flex_attention(
     plain = None
     if not wants_max and not (wants_lse and is_recorded):  # a gradient of lse needs a kernel with mods
         rows_fit = q_offset is None or sequences.blocks_have_offset
-        if block_mask is None or (mask and rows_fit and is_own(block_mask, mask[2])):
+        if block_mask is None or (mask and rows_fit and is_own(block_mask, mask)):
             plain = plain_of(score, mask, shift_of(query.size(-2), len_kv, q_offset, kv_len))
     if plain is not None:
         call, score = Call(scale, None, None, None, False, plain, sequences), None
@@ -573,7 +573,7 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
             return None
         if not (wants_max or (wants_lse and is_recorded)):
             plain = plain_of(score, mask, 0 if mask is None else key.size(2) - query.size(2))
-        if block_mask is not None and (mask is None or (plain is not None and not is_own(block_mask, mask[2]))):
+        if block_mask is not None and (mask is None or (plain is not None and not is_own(block_mask, mask))):
             plain = None
     except (AttributeError, IndexError):
         return None
