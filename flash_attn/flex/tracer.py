@@ -173,6 +173,13 @@ class Trace:
     def fail(self, text, error=NotImplementedError):
         raise error(f"{text}: {self.where()}")
 
+    def refuse_grad_mode(self):
+        self.fail("a mod must not switch gradients off or on; use detach()")
+
+    def check_grad_mode(self):
+        if torch.is_grad_enabled() != self.grad_mode:
+            self.refuse_grad_mode()
+
     # ---- copies of the mod and of what it reaches ------------------------------------------------------------------
 
     def child(self, number, template, constant=None):
@@ -271,6 +278,8 @@ class Trace:
             self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), _itself)
             if name in STAND_INS:
                 scope[name] = STAND_INS[name]
+        for name in sorted(names - set(function.__globals__) - set(vars(builtins))) if "NameError" in names else ():
+            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), _itself)
         if names & _ASKS or vars(function):
             self.steps.guard(number, _attributes)
             copy.__dict__.update({name: self.child(number, "{0}.__dict__[{1}]", name) for name in vars(function)})
@@ -295,7 +304,7 @@ class Trace:
 
     def repeat(self, function, args, kwargs):
         """Calls a function of captures and numbers now, and again for each mod of the same kind."""
-
+        self.check_grad_mode()
         planned, words = _plan(args), _plan(kwargs)
 
         def compute(values):
@@ -333,6 +342,14 @@ _CONSTANT = {"torch", "numpy", __name__.split(".")[0], "abc", "builtins", "cmath
 _CONSTANT |= {"decimal", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator", "statistics"}
 _CONSTANT |= {"string", "types", "typing", "warnings"}  # and whose functions give the same each time
 _UNSEEN = {"globals", "locals", "eval", "exec", "__globals__", "__import__", "random"}  # names that lead to anything
+_UNSEEN |= {
+    "get_default_dtype",
+    "get_default_device",
+    "get_num_threads",
+    "is_grad_enabled",
+    "is_inference_mode_enabled",
+}
+_UNSEEN |= {"is_autocast_enabled", "get_autocast_dtype", "are_deterministic_algorithms_enabled"}  # torch's settings
 _ASKS = {"hasattr", "getattr", "vars", "__dict__"}
 
 
@@ -760,8 +777,7 @@ def dispatch(function, args, kwargs, name=None):
     if (name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_")) or "out" in kwargs:
         trace.fail(f"a mod must not write to a tensor ({name})")
     if any(isinstance(x, Value) for x in parts):
-        if torch.is_grad_enabled() != trace.grad_mode:
-            trace.fail("a mod must not switch gradients off or on; use detach()")
+        trace.check_grad_mode()
         with torch._C.DisableTorchFunction():  # the tracer's own tensors are no business of the mode
             return operations.operate(trace, name, function, args, kwargs)
     return trace.repeat(function, args, kwargs)
@@ -778,6 +794,8 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(isinstance(x, _Traced) for x in (*_parts(args), *_parts(kwargs))):
             return dispatch(function, args, kwargs)
+        if getattr(function, "__name__", "") == "_set_grad_enabled":  # also to what it was: another call is recorded
+            self.trace.refuse_grad_mode()
         if getattr(function, "__name__", "") in RANDOM:
             self.trace.fail(f"a mod must not draw random numbers ({function.__name__})")
         result = function(*args, **kwargs)

@@ -291,6 +291,59 @@ def test_whatever_a_mod_reads_is_read_again(mod, monkeypatch):
             check()
 
 
+def _or_not(b, h, q, k):
+    try:
+        return q - k < LATER_NAME
+    except NameError:
+        return q >= k
+
+
+def test_torchs_settings_and_missing_names_are_read_again():
+    def check(mod):
+        assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+
+    def of_grad_mode(b, h, q, k):
+        return q >= k if torch.is_grad_enabled() else q <= k
+
+    def of_dtype(b, h, q, k):
+        return q >= k if torch.get_default_dtype() == torch.float32 else q <= k
+
+    for _ in range(2):
+        check(of_grad_mode), check(of_dtype), check(_or_not)
+        with torch.no_grad():
+            check(of_grad_mode)
+        torch.set_default_dtype(torch.float64)
+        try:
+            check(of_dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        globals()["LATER_NAME"] = 3
+        check(_or_not)
+        del globals()["LATER_NAME"]
+
+
+@pytest.mark.parametrize("outer, inner", [
+    (torch.no_grad, torch.no_grad), (torch.no_grad, torch.enable_grad), (torch.enable_grad, torch.no_grad),
+    (torch.enable_grad, torch.enable_grad), (torch.enable_grad, torch.inference_mode),
+])  # fmt: skip
+def test_the_grad_mode_is_no_choice_of_a_mod(outer, inner):
+    """Neither beside captures alone, nor where the mode is the same already: other calls have another mode."""
+    slopes = torch.rand(3, requires_grad=True)
+
+    def of_captures(score, b, h, q, k):
+        with inner():
+            slope = slopes.exp()
+        return score + slope[h]
+
+    def of_scores(score, b, h, q, k):
+        with inner():
+            return score * 2
+
+    for mod in (of_captures, of_scores):
+        with outer(), pytest.raises(NotImplementedError, match=f"must not switch gradients.*{mod.__name__}"):
+            tracer.program_of(mod, torch.float32)
+
+
 def test_a_class_of_constants_needs_no_second_trace():
     def mod_of(settings):
         return lambda b, h, q, k: q - k < settings.reach + (settings.of_kind == "near")
