@@ -16,7 +16,7 @@
  * dQ needs dS of all warps, so it follows one step later. A step then has one barrier, and dS has two places. Because
  * half of the warps add dQ at another time, exponentials of some warps meet products of others (+8%).
  *
- * In bf16, from 128 columns on, there are two groups of warps (GROUPS). A warp then has twice the keys and half of
+ * In bf16, from 96 columns on, there are two groups of warps (GROUPS). A warp then has twice the keys and half of
  * their work, so it reads fewer operands from shared memory. Group 0 makes P and dV, group 1 dP, dS and dK. A warp of
  * group 1 has the keys of a warp of group 0, and takes P from it, as fp16 in the place of dS:
  *
@@ -57,6 +57,10 @@
 
 /* dQ of a step is computed LAG steps later. */
 constexpr int LAG = SPLIT == 1;
+/* In tiles with a mask, weights may meet rows with NaN or inf that they do not see, in chunks that a warp leaves out,
+ * too. Without SPLIT one group asks its scores. With two groups each thread looks at the pieces that it has copied,
+ * before the barrier of the step. With SPLIT all threads look through the tile. */
+constexpr bool LOOKS_AT_OWN = GROUPS == 2 && SPLIT == 1;
 
 static_assert(BLOCK_KV * SPLIT == WARP_KEYS * GROUP_WARPS && COLUMNS % SPLIT == 0 && BLOCK_Q % SPLIT == 0,
               "equal shares");
@@ -118,7 +122,7 @@ template <bool MASKED, bool EXACT = false> struct tile_kind {
 };
 typedef tile_kind<false> all_seen;               /* every row sees every key */
 typedef tile_kind<true> some_seen;               /* some pairs do not see each other */
-typedef tile_kind<true, true> some_seen_exactly; /* and the tile holds NaN or inf; with two groups of warps */
+typedef tile_kind<true, true> some_seen_exactly; /* and the keys or the tile hold NaN or inf; LOOKS_AT_OWN */
 
 /* ---- a key tile ------------------------------------------------------------------------------------------------ */
 
@@ -249,14 +253,15 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
         load_keys(shared.k, p.k);
         load_keys(V_REGS ? shared.v_once : shared.v, p.v);
         cp_async_commit_group();
+        if (!V_REGS) load(start, 0); /* beside K and V */
         wait_for_tiles<0>();
         k_has_nan_or_inf = has_nan_or_inf<BLOCK_KV>(shared.k);
         if constexpr (K_REGS) load_operands(k_regs, shared.k + own_key * PITCH);
         if constexpr (V_REGS) {
             load_operands(v_regs, shared.v_once + own_key * PITCH);
             __syncthreads(); /* all warps have read V */
+            load(start, 0);
         }
-        load(start, 0);
         store_stats(shared.stats[0]);
     }
 
@@ -303,7 +308,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             __syncwarp();
             accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
         } else {
-            store_weights<IS_MASKED>({ds, own_key, row, own_lane}, dp, seen);
+            store_weights<false>({ds, own_key, row, own_lane}, dp, seen);
             accumulate_pairs(dv, x, tile.dout + row * PITCH, own_lane);
             accumulate_pairs(dk, dp, tile.q + row * PITCH, own_lane);
         }
@@ -312,8 +317,8 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
     /* The same where group 0 makes P, and group 1 makes dS of this P. A lane of group 1 owns the pairs of a lane of
      * group 0. P ds/dqk passes through the place of its dS. */
     const auto add_chunk_of_group = [&](auto kind, const weigher &weights, int slot, int step, int first_row, int row) {
-        constexpr bool IS_MASKED = decltype(kind)::IS_MASKED;
-        constexpr bool IS_EXACT = decltype(kind)::IS_EXACT;
+        constexpr bool IS_MASKED = decltype(kind)::IS_MASKED, IS_EXACT = decltype(kind)::IS_EXACT;
+        constexpr bool MARKS = SPLIT > 1 ? IS_MASKED : IS_EXACT;
         const query_tile &tile = shared.tiles[slot];
         const query_stats &stats = shared.stats[step % 2];
         factor *const ds = shared.ds[LAG * slot];
@@ -363,7 +368,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
             if (DROPOUT)
 #pragma unroll
                 for (int i = 0; i < KEPT_WORDS; i++) kept[32 * i] = kept_words[i];
-            if (SPLIT > 1) store_weights<IS_MASKED>({shared.p, own_key, row, own_lane}, x, seen);
+            if (SPLIT > 1) store_weights<MARKS>({shared.p, own_key, row, own_lane}, x, seen);
             bar_arrive(BAR_P + chunk, 32 * WARPS);
             if (IS_EXACT) {
                 __syncthreads(); /* group 1 has read P */
@@ -404,7 +409,7 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
                 __syncthreads();
                 __syncthreads(); /* group 0 has read z P, which lay here */
             }
-            store_weights<IS_MASKED>(place, x, seen);
+            store_weights<MARKS>(place, x, seen);
             if (IS_EXACT) {
                 __syncwarp();
                 accumulate_seen_rows<CHUNK>(dk, ds, own_key, tile.q, row, 0);
@@ -419,39 +424,41 @@ DEVICE void make_gradients(const params &all, shared_memory &shared, const seque
 #pragma unroll 1
     for (int step = 0; step < num_steps; step++) {
         const int slot = step % STAGES;
+        const query_tile &tile = shared.tiles[slot];
+        const auto is_partial_tile = [&] {
+            return !has_all_keys || is_partial<BLOCK_Q>(now.row, seen.full_begin, seen.full_end);
+        };
         /* This step's rows have come. All warps have stored dS and added dQ of the steps before. */
         cp_async_wait_group<0>();
-        const bool has_silent = __syncthreads_or(threadIdx.x < BLOCK_Q && fabsf(next_lse) == INF);
+        bool is_special = threadIdx.x < BLOCK_Q && fabsf(next_lse) == INF;
+        if (LOOKS_AT_OWN && is_partial_tile())
+            is_special |= query_loader::own_has_nan_or_inf(tile.q) || query_loader::own_has_nan_or_inf(tile.dout);
+        is_special = __syncthreads_or(is_special);
         if (step > LAG) end_turn(LAG == 1 ? walk.before(walk.before(now)) : walk.before(now));
         const bool skips = last_skips, adds_first = WARPS < 8 || (warp() < WARPS / 2) == (GROUPS == 1);
         if (LAG == 1 && step > 0 && adds_first) finish_step(walk.before(now), 1 - slot, skips);
         /* The copies come after products, which need no addresses. */
         if (STAGES == 2 && step + 1 < num_steps) load(walk.after(now), 1 - slot);
-        const query_tile &tile = shared.tiles[slot];
-        const bool is_whole =
-            has_all_keys && !is_partial<BLOCK_Q>(now.row, seen.full_begin, seen.full_end) && !has_silent;
+        const bool is_whole = !is_partial_tile() && !is_special;
         const weigher weights(p, s, now.head, own_lane);
         last_skips = !is_whole && k_has_nan_or_inf;
-        /* Weights may meet rows with NaN or inf that they do not see, in chunks that a warp leaves out, too. One group
-         * without SPLIT asks its scores. */
-        bool is_exact = false;
-        if ((GROUPS == 2 || SPLIT > 1) && !is_whole)
+        bool is_exact = LOOKS_AT_OWN && last_skips;
+        if (SPLIT > 1 ? !is_whole : LOOKS_AT_OWN && is_special && !is_exact)
             is_exact = has_nan_or_inf<2 * BLOCK_Q>(tile.q); /* or tile.dout, which follows */
 #pragma unroll 1
         for (int row = own_row; row < own_row + OWN_ROWS; row += CHUNK) {
-            if constexpr (GROUPS == 2) {
-                if (is_whole)
-                    add_chunk_of_group(all_seen(), weights, slot, step, now.row, row);
-                else if (SPLIT > 1 || !is_exact)
-                    add_chunk_of_group(some_seen(), weights, slot, step, now.row, row);
-                else if constexpr (SPLIT == 1)
-                    add_chunk_of_group(some_seen_exactly(), weights, slot, step, now.row, row);
-            } else {
-                if (is_whole)
-                    add_chunk(all_seen(), weights, slot, step, now.row, row);
+            const auto add = [&](auto kind) {
+                if constexpr (GROUPS == 2)
+                    add_chunk_of_group(kind, weights, slot, step, now.row, row);
                 else
-                    add_chunk(some_seen(), weights, slot, step, now.row, row);
-            }
+                    add_chunk(kind, weights, slot, step, now.row, row);
+            };
+            if (is_whole)
+                add(all_seen());
+            else if (!LOOKS_AT_OWN || !is_exact)
+                add(some_seen());
+            else if constexpr (LOOKS_AT_OWN)
+                add(some_seen_exactly());
         }
         if (SPLIT > 1) {
             /* All warps of a group have stored their weights. */

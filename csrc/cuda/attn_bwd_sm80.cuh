@@ -12,8 +12,8 @@
 #if !defined(HEAD_DIM) || !defined(BLOCK_Q) || !defined(WARPS) || !defined(GROUPS)
 #error "a row of tiles.def"
 #endif
-/* Two groups of warps have swizzled tiles (tile_any.cuh). */
-#define SWIZZLES (GROUPS == 2)
+/* Two groups of warps have swizzled tiles (tile_any.cuh), where rows have whole lines of 128 bytes. */
+#define SWIZZLES (GROUPS == 2 && HEAD_DIM % 64 == 0)
 
 /* 32 rows of a warp read the fewest bytes of shared memory, if that leaves the warp whole pairs of fragments. */
 constexpr bool HAS_TWO_BLOCKS =

@@ -69,22 +69,25 @@ struct weigher {
     /* Weights of pairs that do not see each other become 0. Bit 4 n + e of the result says that the row of element e of
      * fragment n sees the key. */
     DEVICE u32 mask(float (&x)[N][4], float (&ds)[N][4], const float *lse, int key, int row) const {
+        /* Row i sees the keys from i + first to i + first + width. Lengths and windows are at most 2^30. A thread reads
+         * the lse anew for each of its keys, which spills less. */
+        const int shift = s.len_kv - s.len_q, first = p.window_left < 0 ? -(1 << 30) : shift - p.window_left;
+        const u32 width = (p.window_right < 0 ? 1u << 30 : (u32)shift + p.window_right) - first;
         const int own_key = key + lane() / 4, left = 2 * (lane() % 4);
         u32 seen = 0;
 #pragma unroll
-        for (int n = 0; n < N; n++)
+        for (int half = 0; half < 2; half++) {
+            const int j = own_key + 8 * half;
+            const u32 begin = j < s.len_kv ? (u32)(j - row - left) - first : ~0u;
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int i = row + 8 * n + left + e, begin = first_key_of_window(p, s, i);
-                const int end = lse[8 * n + left + e] == INF ? 0 : end_key_of_window(p, s, i);
+            for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const int j = own_key + 8 * half;
-                    const bool sees = j >= begin && j < end;
+                for (int e = 0; e < 2; e++) {
+                    const bool sees = begin - (8 * n + e) <= width && lse[8 * n + left + e] != INF;
                     seen |= (u32)sees << (4 * n + 2 * half + e);
                     if (!sees) x[n][2 * half + e] = ds[n][2 * half + e] = 0;
                 }
-            }
+        }
         return seen;
     }
 

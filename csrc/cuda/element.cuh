@@ -95,6 +95,9 @@ using element = fp16;
 /* Has bits of T::SIGNS where the word holds a NaN or an infinite element of type T. In those elements all bits of the
  * exponent are set, and adding its lowest bit carries into the sign. */
 template <class T> DEVICE unsigned nan_or_inf_signs(unsigned word) { return (word & T::EXPONENTS) + T::EXPONENT_ONES; }
+template <class T> DEVICE unsigned nan_or_inf_signs(uint4 x) {
+    return nan_or_inf_signs<T>(x.x) | nan_or_inf_signs<T>(x.y) | nan_or_inf_signs<T>(x.z) | nan_or_inf_signs<T>(x.w);
+}
 
 static_assert(sizeof(element) == element::BYTES, "an array of elements lies as the tensor does");
 

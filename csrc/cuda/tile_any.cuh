@@ -179,9 +179,7 @@ template <int ROWS> DEVICE bool has_nan_or_inf(const factor *tile) {
     constexpr int WORDS = HEAD_DIM * (int)sizeof(factor) / 4;
     u32 signs = 0;
     for (int i = 4 * threadIdx.x; i < ROWS * WORDS; i += 4 * THREADS) {
-        const uint4 x = *(const uint4 *)((const u32 *)(tile + i / WORDS * PITCH) + i % WORDS);
-        signs |= nan_or_inf_signs<factor>(x.x) | nan_or_inf_signs<factor>(x.y) | nan_or_inf_signs<factor>(x.z) |
-                 nan_or_inf_signs<factor>(x.w);
+        signs |= nan_or_inf_signs<factor>(*(const uint4 *)((const u32 *)(tile + i / WORDS * PITCH) + i % WORDS));
     }
     return __syncthreads_or((signs & factor::SIGNS) != 0);
 }

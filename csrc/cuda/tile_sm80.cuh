@@ -72,6 +72,15 @@ template <int ROWS> struct tile_loader {
 #pragma unroll
         for (int i = 0; i < NUM; i++) load_piece(i, to, stride, has_columns);
     }
+    /* Do the thread's own pieces of a tile hold NaN or inf? A thread sees what it copied before it meets a barrier. */
+    DEVICE static bool own_has_nan_or_inf(const factor *tile) {
+        const factor *own = tile + top() * PITCH + swizzled(top(), left());
+        u32 signs = 0;
+        if (LANES == PIECES || left() < HEAD_DIM)
+#pragma unroll
+            for (int i = 0; i < NUM; i++) signs |= nan_or_inf_signs<factor>(*(const uint4 *)(own + i * STEP * PITCH));
+        return signs & factor::SIGNS;
+    }
 };
 
 /* ---- products -------------------------------------------------------------------------------------------------- */

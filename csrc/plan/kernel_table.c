@@ -150,17 +150,19 @@ const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row) { return (const fa_fwd_sm80_
 
 /* The struct shared_memory of attn_bwd_sm80.cu. V has a place of its own, or comes to registers through the place of
  * the query tiles. dS has two places where each key has one warp of a group. Where more warps share keys, P has one of
- * them. Rows of one group of warps are padded. Two groups have what dropout keeps, too. */
+ * them. Rows are padded, unless two groups of warps have rows of whole 128 bytes. Two groups have what dropout keeps,
+ * too. */
 #define GROUPS_1
-#define GROUPS_2                        "g2"
-#define SM80_ROW_BYTES(columns, groups) ((groups) == 2 ? (columns) * 2 : PADDED_ROW(columns, 2))
+#define GROUPS_2                           "g2"
+#define SM80_ROW_BYTES(columns, d, groups) ((groups) == 2 && (d) % 64 == 0 ? (columns) * 2 : PADDED_ROW(columns, 2))
 #define SM80_KEPT_BYTES(q, kv, warps, groups, blocks, chunk)                                                   \
     ((groups) == 2                                                                                             \
          ? (q) * (kv) / (8 * (warps) * (blocks)) / (chunk) * (((blocks) * (chunk) / 8 + 7) / 8) * 64 * (warps) \
          : 16)
-#define SM80_SHARED(d, q, kv, warps, groups, blocks, chunk, stages, v_regs)                                            \
-    (SM80_ROW_BYTES(d, groups) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + 32 + \
-     2 * (kv) * SM80_ROW_BYTES(q, groups) + 16 * (q) + 16 + SM80_KEPT_BYTES(q, kv, warps, groups, blocks, chunk))
+#define SM80_SHARED(d, q, kv, warps, groups, blocks, chunk, stages, v_regs)                                          \
+    (SM80_ROW_BYTES(d, d, groups) * ((kv) + ((v_regs) ? MOST(2 * (stages) * (q), kv) : 2 * (stages) * (q) + (kv))) + \
+     32 + 2 * (kv) * SM80_ROW_BYTES(q, d, groups) + 16 * (q) + 16 +                                                  \
+     SM80_KEPT_BYTES(q, kv, warps, groups, blocks, chunk))
 #define SM80_ROW(name, d, q, kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas, serves, \
                  shared_bytes)                                                                                    \
     {name "_d" #d "_q" #q "kv" #kv "w" #warps GROUPS_##groups,                                                    \
