@@ -13,6 +13,8 @@ run in a row without a graph, while the GPU has little work.
     python benchmarks/bench_decode.py
     python benchmarks/bench_decode.py --kernels ours cudnn --cases 0 5      without FlexAttention, which compiles first
     python benchmarks/bench_decode.py --splits 0 1 4   other num_splits
+    python benchmarks/bench_decode.py --kernels ours sm80 generic fa2    on Hopper beside the kernel before Hopper, and
+                                                       beside the kernels that serve what the decode kernels leave
 
 Writes decode_<device>.csv to the folder --out, prints the table and, with matplotlib, draws a picture beside the file.
 """
@@ -24,6 +26,7 @@ import random
 import time
 from statistics import median
 
+import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
 from _gpu import compiled_flex, shuffled
@@ -41,6 +44,8 @@ COLUMNS = [
 KEY = ("device", "kernel", "layout", "b", "cache", "h", "h_kv", "d", "num_splits")
 DENSE, APPENDS = "dense", "appends"
 HOST_CASE = (1, 64, 8, 2, 64)
+# Our kernels: the words of FLASH_ATTN_CUDA_KERNEL, None for all.
+OURS = {"ours": None, "sm80": "any,sm80", "generic": "any,fwd_sm80"}
 PEERS = {"cudnn": "SDPA cuDNN", "fa2": "SDPA FA2", "flex": "FlexAttention"}
 SOME_BYTES = 1 << 30
 
@@ -60,8 +65,9 @@ def replay_us(graph, calls):
     return median(times)
 
 
-def captured(calls):
+def captured(calls, kernels=None):
     """A graph of all the calls, or None if a call cannot run."""
+    flash_attn_2_cuda.set_cuda_kernels(kernels)
     try:
         for call in calls:
             call()
@@ -74,6 +80,8 @@ def captured(calls):
     except RuntimeError as error:
         print(f"  {str(error).splitlines()[0]}")
         return None
+    finally:
+        flash_attn_2_cuda.set_cuda_kernels(None)
 
 
 @functools.cache
@@ -117,6 +125,13 @@ def our_calls(layout, b, cache, h, h_kv, d, num_splits, copies):
         options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits}
         calls.append(lambda k=k, v=v, options=options: flash_attn_with_kvcache(q, k, v, *new, **options))
     return calls
+
+
+def calls_of(kernel, layout, case, num_splits, copies):
+    if kernel in PEERS:
+        return peer_calls(kernel, *case, copies)
+    calls = our_calls(layout, *case, num_splits, 1 if layout == "warm" else copies)
+    return calls * copies if layout == "warm" else calls
 
 
 def peer_calls(peer, b, cache, h, h_kv, d, copies):
@@ -191,7 +206,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--splits", type=int, nargs="+", default=[0])
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(BENCH_DECODE)), help="numbers of the cases")
-    parser.add_argument("--kernels", nargs="*", default=["ours", *PEERS], choices=["ours", *PEERS])
+    parser.add_argument("--kernels", nargs="*", default=["ours", *PEERS], choices=[*OURS, *PEERS])
     add_out(parser)
     options = parser.parse_args()
     need_gpu()
@@ -221,18 +236,15 @@ def main():
         b, cache, h, h_kv, d = case = sizes.b, sizes.len_kv, sizes.h, sizes.h_kv, sizes.d
         cache_bytes = 4 * b * cache * h_kv * d
         copy = copy_speed()
-        jobs = [("ours", layout, num_splits) for layout in layouts for num_splits in options.splits]
-        jobs = (jobs if "ours" in options.kernels else []) + [(x, DENSE, 0) for x in options.kernels if x != "ours"]
+        ours = [kernel for kernel in options.kernels if kernel in OURS]
+        jobs = [(kernel, layout, n) for kernel in ours for layout in layouts for n in options.splits]
+        jobs += [(peer, DENSE, 0) for peer in options.kernels if peer in PEERS]
         line, graphs = [], {}
         for job in jobs:
             kernel, layout, num_splits = job
             copies = 8 if layout == "warm" else max(1, -(-SOME_BYTES // cache_bytes))
-            if kernel == "ours":
-                calls = our_calls(layout, *case, num_splits, 1 if layout == "warm" else copies)
-                calls *= copies if layout == "warm" else 1
-            else:
-                calls = peer_calls(kernel, *case, copies)
-            graph = captured(calls)
+            calls = calls_of(kernel, layout, case, num_splits, copies)
+            graph = captured(calls, OURS.get(kernel))
             if graph is not None:
                 graphs[job] = graph, calls  # the graph reads memory that belongs to the calls
         times = {job: [] for job in graphs}

@@ -14,8 +14,9 @@ function times sigmoid(lse - sink).
 
 TFLOPS count 4 d operations for each visible pair of query and key forward and 10 d backward. ``first_ms`` is the time
 of the first call, with everything that is compiled in it. With --fresh the caches of kernels are empty folders, and
-NVRTC's own cache is off. ``mask_ms`` is the time to make our block mask, the first
-time. ``tiny_us`` is the host's time of a call with 16 queries and 16 keys.
+NVRTC's own cache is off. ``mask_ms`` is the time to make the block mask, the first time: on a CPU by our function, and
+on a GPU by PyTorch's, because both kernels get its mask there. ``tiny_us`` is the host's time of a call with 16 queries
+and 16 keys.
 
 Writes flex_cpu.csv or flex_DEVICE.csv to the folder --out. A row replaces the older row of the same case.
 """

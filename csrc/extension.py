@@ -30,6 +30,7 @@ OWN = {
         "gpu/max_logits.c",
         "gpu/sinks.c",
         "torch/ops_2.c",
+        "torch/option_mods.c",
         "torch/options.c",
         "torch/direct_2.c",
         "torch/flex.c",

@@ -9,11 +9,13 @@ import torch
 from torch.compiler import is_compiling
 
 from flash_attn import _attention, _cache
-from flash_attn._arguments import NAMES, check_given, has_distributed, split
+from flash_attn._arguments import NAMES, check_given, has_distributed, maybe_contiguous, split
 from flash_attn._autocast import follow_autocast
+from flash_attn._dispatch import is_unseen
 from flash_attn._kinds import check_kinds, in_names_of_the_caller
 from flash_attn._nested import has_nested, take_apart
-from flash_attn._ops import check_storage, is_freed
+from flash_attn._ops import check_storage
+from flash_attn._ops import flash_attn_2_cuda as _direct
 
 # ---- errors --------------------------------------------------------------------------------------------------------
 
@@ -101,8 +103,28 @@ def _call(function, tensors, lengths, options, flags):
     _raise(failure, tensors, lengths, options)
 
 
+def _attend_parts(tensors, lengths, options):
+    """``attend`` of tensors in one, on the short way of q, k and v, or None.
+
+    Not if autograd would record the call: then the gradient has to come in one piece.
+    """
+    if not is_unseen() or (torch.is_grad_enabled() and any(getattr(x, "requires_grad", True) for x in tensors)):
+        return None
+    parts = _parts(tensors, len(lengths) > 0)
+    if parts is None:
+        return None
+    if not lengths:
+        return _direct.direct_attention(*parts, *options)
+    no_table = (None,) if len(options) == 8 else ()
+    return _direct.direct_varlen_attention(*parts, *lengths, *options, *no_table)
+
+
 def attend(tensors, lengths, *options):
     """Computes a public function. ``tensors`` is (q, k, v), (q, kv) or (qkv,); ``lengths`` is () or has four values."""
+    if len(tensors) < 3:
+        out = _attend_parts(tensors, lengths, options)
+        if out is not None:
+            return out
     return _call(_attention.attend, tensors, lengths, options, (options[2], *options[6:8]))
 
 
@@ -117,7 +139,13 @@ def _extended(tensors, lengths, *options):
     from flash_attn._extended import attend  # imports flex_attention of torch, which a plain call does not need
 
     check_given(tensors, len(lengths) > 0)
-    return attend(*split(tensors), lengths, *options)
+    parts = split(tensors)
+    if not is_compiling():  # autocast, nested and distributed tensors are plain ones by now
+        parts = [maybe_contiguous(x) for x in parts]
+        results = _short_way()(*parts, lengths, *options)
+        if results is not None:
+            return results
+    return attend(*parts, lengths, *options)
 
 
 def _parts(tensors, varlen):
@@ -128,10 +156,14 @@ def _parts(tensors, varlen):
     if len(tensors) == 3:
         return tensors
     *given, packed = tensors
-    if type(packed) is not torch.Tensor or packed.is_nested or is_freed(packed):
+    if type(packed) is not torch.Tensor or packed.is_nested:
         return None
-    fits = packed.dim() == 5 - varlen and packed.shape[-3] == 3 - len(given)
-    return (*given, *packed.unbind(-3)) if fits else None
+    if packed.dim() != 5 - varlen or packed.shape[-3] != 3 - len(given):
+        return None
+    try:
+        return *given, *packed.unbind(-3)
+    except RuntimeError:  # the storage is too small, which the long way says in the caller's words
+        return None
 
 
 def attend_extended(tensors, lengths, *options):

@@ -1,11 +1,13 @@
 """The short way of a plain eager call with the options of ``_extended.py``.
 
 C checks the arguments, as the plain ops do, and computes the call with programs that are kept for each kind of call
-(csrc/torch/flex_attend.h). A *kind* says which options there are and which dimensions their tensors have. Whatever the
-short way cannot serve returns None, and the long way of ``_extended.py`` computes it or says what is wrong.
+(csrc/torch/option_mods.h). A *kind* says which options there are and which dimensions their tensors have. C asks once
+for the programs of a kind. Whatever the short way cannot serve returns None, and the long way of ``_extended.py``
+computes it or says what is wrong.
 """
 
 import functools
+import weakref
 
 import flash_attn_2_cuda
 import torch
@@ -15,7 +17,6 @@ from torch.nn import Parameter
 
 from flash_attn import _extended
 from flash_attn._dispatch import transforms_are_active
-from flash_attn._imagined import is_imagined
 from flash_attn._ops import is_freed
 from flash_attn._remembered import remembered
 from flash_attn.flex import attention as flex
@@ -23,11 +24,10 @@ from flash_attn.flex import options as mods
 from flash_attn.flex.block_mask import LISTS, find_blocks
 from flash_attn.flex.tracer import program_of
 
-# The places of values in a list: tensors, then numbers.
-NO_PLACES = (None,) * 6  # of the rows of packed sequences
-ALL_PLACES = (1 << len(NO_PLACES)) - 1
+# What programs read, as C numbers it: tensors, then numbers.
+NUM_PLACES = 6  # of the rows of packed sequences
 BIAS, MASK, SLOPES, SHIFT, FIRST = range(5)
-LEN_SHIFT, LEFT, RIGHT, CAP, NUM_VALUES = range(FIRST + len(NO_PLACES), FIRST + len(NO_PLACES) + 5)
+LEN_SHIFT, LEFT, RIGHT, CAP, NUM_VALUES = range(FIRST + NUM_PLACES, FIRST + NUM_PLACES + 5)
 NAMES = {BIAS: "attn_bias", MASK: "attn_mask", SLOPES: "alibi_slopes"}
 STAND_INS = {7919: LEN_SHIFT, 104729: LEFT, 1299709: RIGHT, 12.75: CAP}  # numbers that no option has by itself
 
@@ -56,13 +56,11 @@ class _Bindable:
         self.numbers = [STAND_INS[x] if x in STAND_INS else next(places) for x in numbers]
         self.reads_b, self.reads_h = (self.program.reads(op) for op in "bh")
 
-    def bind(self, values):
-        """``(text of the program, tensors, numbers)`` of a call."""
-        value = (values + self.fixed if self.fixed else values).__getitem__
-        return self.text, tuple(map(value, self.tensors)), tuple(map(value, self.numbers))
+    def for_c(self):
+        return self.text, tuple(self.tensors), tuple(self.numbers), tuple(self.fixed)
 
     def bound(self, values):
-        """The same with the program itself."""
+        """The program itself in place of its text."""
         return self.program, *values[1:]
 
 
@@ -89,8 +87,8 @@ def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, ha
         x[SHIFT] = _stand_in(*shift)
     values = {index: number for number, index in STAND_INS.items()}
     if is_packed:
-        x.update({FIRST + i: _stand_in((True,), torch.int64) for i in range(len(NO_PLACES))})
-        places = mods.PackedPlaces.at(*[x[FIRST + i] for i in range(len(NO_PLACES))])
+        x.update({FIRST + i: _stand_in((True,), torch.int64) for i in range(NUM_PLACES)})
+        places = mods.PackedPlaces.at(*[x[FIRST + i] for i in range(NUM_PLACES)])
     else:
         window = values[LEFT] if has_left else -1, values[RIGHT] if has_right else -1
         places = mods.Places(1, 1 + values[LEN_SHIFT], window)
@@ -106,9 +104,37 @@ def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, ha
     return score, mask, sum(1 << i for i in read)
 
 
-@functools.lru_cache(maxsize=256)
-def _sizes_above_1(sizes):
-    return tuple(n != 1 for n in sizes)
+def _programs_of(kind):
+    """What C keeps of a kind, and the objects of its programs. csrc/torch/option_mods.c sets the bits of the number."""
+
+    def bits(num):
+        nonlocal kind
+        found = tuple(bool(kind >> i & 1) for i in range(num))
+        kind >>= num
+        return found
+
+    (is_fp64, is_packed, has_cap, are_of_batches), (has_slopes, *slopes) = bits(4), bits(3)
+    (has_bias, *bias), dtype, (has_mask, *mask), (has_left, has_right) = bits(5), bits(2), bits(5), bits(2)
+    (has_shift, *shift), (shift_is_fp64,) = bits(4), bits(1)
+    found = _mods_of_kind(
+        torch.float64 if is_fp64 else torch.float32, is_packed, has_cap,
+        (tuple(slopes) if are_of_batches else (slopes[1],)) if has_slopes else None,
+        (tuple(bias), BIAS_DTYPES[dtype]) if has_bias else None,
+        (tuple(shift), torch.float64 if shift_is_fp64 else torch.float32) if has_shift else None,
+        tuple(mask) if has_mask else None, has_left, has_right,
+    )  # fmt: skip
+    if found is None:
+        return None
+    *programs, places = found
+    return *(None if x is None else x.for_c() for x in programs), places, *programs
+
+
+BIAS_DTYPES = {
+    (False, False): torch.float16,
+    (True, False): torch.bfloat16,
+    (False, True): torch.float32,
+    (True, True): torch.float64,
+}
 
 
 def _fit_sums(cu_seqlens, q):
@@ -121,20 +147,6 @@ def _fit_sums(cu_seqlens, q):
         and len(cu_seqlens) > 1
         and not is_freed(cu_seqlens)
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _dims(sizes, shape):
-    """Which dimensions of the shape a tensor of these sizes has, a bool for each; None: it has other sizes."""
-    missing = len(shape) - len(sizes)
-    if missing < 0:
-        return None
-    read = [False] * missing
-    for n, want in zip(sizes, shape[missing:]):
-        if n != 1 and n != want:
-            return None
-        read.append(n != 1)
-    return tuple(read)
 
 
 # ---- blocks of masks -----------------------------------------------------------------------------------------------
@@ -155,10 +167,9 @@ def _blocks_of_window(mask, bindable, shape):
         return _found(mask, bindable, torch.device("cpu"), shape)
 
 
-def _blocks(mask, bindable, attn_mask, shape, window, is_packed):
-    """The lists of blocks on the CPU."""
-    if _is_one_block(*shape[2:]) or 0 in shape:
-        return None
+def _blocks(attn_mask, shape, window, is_packed, programs, mask):
+    """The lists of blocks on the CPU. C calls this function, with what ``_programs_of`` returned and the mask."""
+    bindable = programs[4]
     if attn_mask is None and not is_packed:
         return _blocks_of_window(mask, bindable, (1, 1, *shape[2:]))
     if not is_packed:
@@ -166,23 +177,24 @@ def _blocks(mask, bindable, attn_mask, shape, window, is_packed):
     return _found(mask, bindable, torch.device("cpu"), shape)
 
 
+# What is kept on a GPU belongs to one stream. A CUDA graph gets tensors of its own, because those that are kept may be
+# forgotten. Tensors of inference mode do not tell whether they were changed, and the host must not wait to compare
+# them.
+
+
+def _is_captured(device):
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _stream_of(device):
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
+
+
 def _kept_on_gpu(tensor, what, make):
-    """``make()``, kept for the next layer (:func:`remembered`). What is made belongs to one stream.
-
-    A CUDA graph gets tensors of its own, because those that are kept may be forgotten. Tensors of inference mode do not
-    tell whether they were changed, and the host must not wait to compare them.
-    """
-    if tensor.is_inference() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    """``make()``, kept for the next layer (:func:`remembered`)."""
+    if tensor.is_inference() or _is_captured(tensor.device):
         return make()
-    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
-    return remembered(tensor, (what, stream), make)
-
-
-@functools.lru_cache(maxsize=16)
-def _anchor(device):
-    """A tensor of each device, at which is kept what depends on no tensor."""
-    with torch.inference_mode(False):
-        return torch.zeros(1, device=device)
+    return remembered(tensor, (what, _stream_of(tensor.device)), make)
 
 
 # NOTE: torch.no_grad as a decorator of an inner function takes 10 us whenever the inner function is made.
@@ -192,13 +204,18 @@ def _dense_on_gpu(len_q, len_kv, window, device, is_exact):
     """The lists of the blocks of a window, or None."""
     if not (len_q and len_kv) or _is_one_block(len_q, len_kv):
         return None
-    what = len_q, len_kv, window, is_exact
-    return _kept_on_gpu(_anchor(device), what, functools.partial(_blocks_of_dense, *what, device))
+    what = len_q, len_kv, window, is_exact, device
+    return _blocks_of_dense(*what) if _is_captured(device) else _kept_blocks_of_dense(*what, _stream_of(device))
 
 
 @torch.inference_mode(False)
 def _blocks_of_dense(len_q, len_kv, window, is_exact, device):
     return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, is_exact)
+
+
+@functools.lru_cache(maxsize=16)
+def _kept_blocks_of_dense(len_q, len_kv, window, is_exact, device, stream):
+    return _blocks_of_dense(len_q, len_kv, window, is_exact, device)
 
 
 def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
@@ -219,8 +236,40 @@ def _places_of_packed(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_
     return places.tensors, lists
 
 
-def _is_beside(x, q):
-    return x.is_cpu if q.is_cpu else x.is_cuda and x.get_device() == q.get_device()
+class _LastPacked:
+    """What was found for the packed call before, if the next layer brings the same two tensors, unchanged."""
+
+    def __init__(self):
+        self._kept = None  # one tuple, so that threads see all of it or nothing
+
+    @staticmethod
+    def _state(cu_seqlens_q, cu_seqlens_k):
+        """It changes with every write that PyTorch counts, and with other memory behind a tensor."""
+        stream = torch._C._cuda_getCurrentRawStream(cu_seqlens_q.get_device()) if cu_seqlens_q.is_cuda else None
+        if cu_seqlens_k is cu_seqlens_q:
+            return cu_seqlens_q._version, cu_seqlens_q.data_ptr(), cu_seqlens_q.shape, stream
+        return (
+            *(cu_seqlens_q._version, cu_seqlens_q.data_ptr(), cu_seqlens_q.shape, stream),
+            *(cu_seqlens_k._version, cu_seqlens_k.data_ptr(), cu_seqlens_k.shape),
+        )
+
+    def find(self, cu_seqlens_q, cu_seqlens_k, what):
+        if self._kept is None:
+            return None
+        ref_q, ref_k, of_call, state, found = self._kept
+        if ref_q() is not cu_seqlens_q or ref_k() is not cu_seqlens_k or of_call != what:
+            return None
+        if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        return found if state == self._state(cu_seqlens_q, cu_seqlens_k) else None
+
+    def keep(self, cu_seqlens_q, cu_seqlens_k, what, found):
+        if not (cu_seqlens_q.is_inference() or cu_seqlens_k.is_inference() or _is_captured(cu_seqlens_q.device)):
+            refs = weakref.ref(cu_seqlens_q), weakref.ref(cu_seqlens_k)
+            self._kept = *refs, what, self._state(cu_seqlens_q, cu_seqlens_k), found
+
+
+_last_packed = _LastPacked()
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------
@@ -230,18 +279,53 @@ def _device_type(q):
     return "cpu" if q.is_cpu else "cuda" if q.is_cuda else None
 
 
+def _are_watched():
+    """Do transforms or modes look at torch's functions? C asks this, too, before it computes."""
+    return transforms_are_active() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack()
+
+
+def _places_on_gpu(q, k, lengths, window, is_exact):
+    """The places of packed rows and the lists of their blocks, or None if the running sums do not fit."""
+    cu_seqlens_q, cu_seqlens_k = lengths[:2]
+    if _are_watched():
+        return None
+    what = len(q), len(k), window, is_exact
+    found = _last_packed.find(cu_seqlens_q, cu_seqlens_k, (*what, q.get_device()))
+    if found is not None:
+        return found
+    if not type(cu_seqlens_q) is type(cu_seqlens_k) is Tensor or not _fit_sums(cu_seqlens_q, q):
+        return None
+    if cu_seqlens_k is not cu_seqlens_q and not (_fit_sums(cu_seqlens_k, q) and len(cu_seqlens_q) == len(cu_seqlens_k)):
+        return None
+    found = _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what)
+    _last_packed.keep(cu_seqlens_q, cu_seqlens_k, (*what, q.get_device()), found)
+    return found
+
+
+def _shift_of_doubles(q, k, lengths, attn_bias, sinks, places, window):
+    """The shift of a bias in fp64, which no kernel of a GPU makes, and its values in fp32. None: something is wrong."""
+    dense = len(q), q.shape[-2], q.shape[1], k.shape[1]
+    shape = (len(lengths[0]) - 1, q.shape[-2], *lengths[2:]) if lengths else dense
+    sizes = attn_bias.shape
+    if _are_watched() or len(sizes) > 4 or any(n not in (1, want) for n, want in zip(sizes[::-1], shape[::-1])):
+        return None
+    if attn_bias.device != q.device or is_freed(attn_bias) or not (sinks is None or _extended.fit_sinks(sinks, q)):
+        return None
+    of = mods.PackedPlaces.at(*places) if lengths else mods.Places(*dense[2:], window)
+    shift = mods.shift_of_rows(of, attn_bias, sinks, torch.float64)
+    return None if shift is None else (shift, shift.float())
+
+
 def attend(
     q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
 ):  # fmt: skip
     """``_extended.attend``, or None. The arguments may be anything."""
-    if transforms_are_active() or forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
-        return None
     if not (type(q) is type(k) is type(v) is Tensor and dropout_p == 0 and return_attn_probs is False):
         return None
     if type(return_lse) is not bool or type(return_max_logits) is not bool or type(softcap) not in (float, int):
         return None
-    for x in (attn_bias, attn_mask, sinks, alibi_slopes, *lengths[:2]):
+    for x in (attn_bias, sinks, alibi_slopes):
         if x is not None and type(x) is not Tensor and type(x) is not Parameter:
             return None
     is_recorded = torch.is_grad_enabled() and (
@@ -254,106 +338,62 @@ def attend(
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False
     if attn_bias is attn_mask is None and not return_max_logits and not (return_lse and is_recorded):
         return _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded)
-    device, num_dims = _device_type(q), 3 if lengths else 4
-    on_cpu = device == "cpu"
-    if device is None or q.dim() != num_dims or k.dim() != num_dims:
+    device, is_packed = _device_type(q), len(lengths) > 0
+    num_dims, on_cpu = 3 if is_packed else 4, device == "cpu"
+    if device is None or q.dim() != num_dims or k.dim() != num_dims or block_table is not None:
         return None
-    if block_table is not None or is_imagined() or type(causal) is not bool or type(window_size) is not tuple:
+    if type(causal) is not bool or type(window_size) is not tuple or len(window_size) != 2:
         return None
-    if len(window_size) != 2 or not type(window_size[0]) is type(window_size[1]) is int:
+    if not type(window_size[0]) is type(window_size[1]) is int:
         return None
-    left, right = window_size[0], 0 if causal else window_size[1]
-    if lengths:
-        if not type(lengths[2]) is type(lengths[3]) is int or lengths[0] is None or lengths[0].dim() != 1:
-            return None
-        rows, h, _ = q.shape
-        shape, of_kernel = (len(lengths[0]) - 1, h, lengths[2], lengths[3]), (1, h, rows, len(k))
-    else:
-        b, rows, h, _ = q.shape
-        shape = of_kernel = b, h, rows, k.shape[1]
-    slopes = bias = mask = shift = None
-    if alibi_slopes is not None:
-        slopes = _dims(alibi_slopes.shape, shape[:2])
-        if slopes is None or alibi_slopes.requires_grad or alibi_slopes.dim() == 0:
-            return None
-        slopes = slopes if alibi_slopes.dim() == 2 else slopes[1:]
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        return None
+    window = window_size[0], 0 if causal else window_size[1]
     places = blocks = None
-    if lengths and not on_cpu:
-        if not _fit_sums(lengths[0], q):
+    if on_cpu:
+        shape = (1, q.shape[1], len(q), len(k)) if is_packed else (len(q), q.shape[2], q.shape[1], k.shape[1])
+        if not (_is_one_block(*shape[2:]) or 0 in shape):
+            blocks = functools.partial(_blocks, attn_mask, shape, (causal, *window_size), is_packed)
+    elif is_packed:
+        found = _places_on_gpu(q, k, lengths, window, attn_mask is None)
+        if found is None:
             return None
-        if lengths[1] is not lengths[0] and (not _fit_sums(lengths[1], q) or len(lengths[0]) != len(lengths[1])):
+        places, blocks = found
+    elif window != (-1, -1):
+        if _are_watched():
             return None
-        places, blocks = _packed_on_gpu(*lengths[:2], len(q), len(k), (left, right), attn_mask is None)
-    elif not on_cpu and (left >= 0 or right >= 0):
-        blocks = _dense_on_gpu(*shape[2:], (left, right), q.device, attn_mask is None)
-    if attn_bias is not None:
-        sizes, dtype = attn_bias.shape, attn_bias.dtype
-        bias = _dims(sizes, shape)
-        if bias is None or not dtype.is_floating_point or dtype.itemsize == 1 or 0 in sizes:
+        blocks = _dense_on_gpu(q.shape[1], k.shape[1], window, q.device, attn_mask is None)
+    record = [] if is_recorded or return_lse else None
+    shift = None
+    if attn_bias is not None and attn_bias.dtype == torch.float64 and not on_cpu:
+        shift = _shift_of_doubles(q, k, lengths, attn_bias, sinks, places, window)
+        if shift is None:
             return None
-        if not _is_beside(attn_bias, q) or (sinks is not None and not _extended.fit_sinks(sinks, q)):
-            return None
-        is_cut = left < 0 <= right and not lengths and not bias[2]
-        if not on_cpu or not flash_attn_2_cuda.biases_are_high(attn_bias, mods.LEAST_BIAS, is_cut):
-            if lengths and on_cpu:
-                places = flash_attn_2_cuda.packed_places(*lengths[:2], len(q), len(k), left, right, ALL_PLACES)
-            if not lengths:
-                shift = mods.shift_of_dense(attn_bias, sinks, *shape[2:], left, right)
-            elif places is not None:
-                shift = mods.shift_of_packed(attn_bias, sinks, *places[3:5])
-            if shift is None:
-                return None
-    if attn_mask is not None:
-        mask = _dims(attn_mask.shape, shape)
-        if mask is None or attn_mask.dtype != torch.bool or (on_cpu and is_freed(attn_mask)):
-            return None  # C looks at the storage, too, but on the CPU torch reads the mask before
-    kind = _mods_of_kind(
-        torch.float64 if q.dtype == torch.float64 else torch.float32, len(lengths) > 0, softcap > 0, slopes,
-        bias and (bias, dtype), None if shift is None else (_sizes_above_1(shift.shape), shift.dtype), mask,
-        left >= 0, right >= 0,
+    further = (
+        _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
+        record,
     )  # fmt: skip
-    if kind is None:
-        return None
-    score_of, mask_of, needed = kind
-    values = [attn_bias, attn_mask, alibi_slopes, shift, *NO_PLACES, shape[3] - shape[2], left, right, float(softcap)]
-    if lengths:
-        if on_cpu and shift is None:
-            places = flash_attn_2_cuda.packed_places(*lengths[:2], len(q), len(k), left, right, needed)
-        if places is None:
-            return None
-        values[FIRST:LEN_SHIFT] = places
-    score = None if score_of is None else score_of.bind(values)
-    bound_mask = None if mask_of is None else mask_of.bind(values)
-    if on_cpu and bound_mask is not None:
-        blocks = _blocks(bound_mask, mask_of, attn_mask, of_kernel, (causal, *window_size), len(lengths) > 0)
-    of_rows = shift if shift is None or shift.dtype is torch.float32 else shift.float()
-    beside = None if sinks is None and not return_max_logits else of_rows
-    if lengths:
-        found = flash_attn_2_cuda.direct_varlen_mods(
-            q, k, v, *lengths, *options, None, score, bound_mask, blocks, return_max_logits, sinks, beside
-        )
+    if is_packed:
+        results = flash_attn_2_cuda.direct_varlen_mods(q, k, v, *lengths, *options, None, *further)
     else:
-        found = flash_attn_2_cuda.direct_mods(
-            q, k, v, *options, score, bound_mask, blocks, return_max_logits, sinks, beside
-        )
-    if found is None:
-        return None
-    out, lse, *rest = found
+        results = flash_attn_2_cuda.direct_mods(q, k, v, *options, *further)
+    if results is None or record is None:
+        return results
+    out, lse, *rest = results
+    (*_, score_of, mask_of), score, mask, blocks, of_rows = record
     if is_recorded:
-        score = None if score is None else score_of.bound(score)
-        bound_mask = None if bound_mask is None else mask_of.bound(bound_mask)
-        call = flex.Call(softmax_scale, score, bound_mask, blocks, return_max_logits)
+        score = None if score_of is None else score_of.bound(score)
+        mask = None if mask_of is None else mask_of.bound(mask)
+        call = flex.Call(softmax_scale, score, mask, blocks, return_max_logits)
         names = [] if score_of is None else [*score_of.names]
         names += [None] * (0 if blocks is None else len(LISTS)) + ([] if mask_of is None else mask_of.names)
-        way = _extended.Mods(call, len(lengths) > 0, deterministic, names, of_rows)
+        way = _extended.Mods(call, is_packed, deterministic, names, of_rows)
         tensors = score[1] if score else ()
         out, lse = _extended.record(way, (out, lse, call.tensors()), sinks, q, k, v, *tensors)
     results = [out]
     if return_lse:
-        results.append(lse if shift is None else lse + (of_rows.squeeze(0) if lengths else of_rows))
-    if return_max_logits:
-        results.append(rest[0])
-    return tuple(results) if len(results) > 1 else out
+        results.append(lse if of_rows is None else lse + (of_rows.squeeze(0) if is_packed else of_rows))
+    return tuple(results + rest) if return_lse or rest else out
 
 
 def _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded):

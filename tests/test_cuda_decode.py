@@ -1,13 +1,15 @@
-"""flash_attn_with_kvcache on a GPU: the cases of the CPU, possible errors of splits and lanes, graphs, bad indices."""
+"""flash_attn_with_kvcache on a GPU: the cases of the CPU, possible errors of splits and lanes, graphs, bad indices. On
+Hopper every test runs with the decode kernel for Hopper, and with that for GPUs before Hopper."""
 
 import math
 import random
 from dataclasses import replace
 
+import flash_attn_2_cuda
 import pytest
 import torch
 from compare import check, check_lse, largest, size_of_values
-from harness_cuda import check_extremes, found_plainly, no_hopper, poisoned_repeats, with_extremes
+from harness_cuda import check_extremes, found_plainly, no_gpu, no_hopper, poisoned_repeats, with_extremes
 from harness_kvcache import CASES, Cache
 from harness_kvcache import run as run_on
 from oracle import attention
@@ -15,10 +17,21 @@ from poison import REPEATS
 
 from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
+pytestmark = pytest.mark.skipif(bool(no_gpu()), reason=no_gpu() or "a GPU is here")
 
 HALF = ("bf16", "fp16")
-KERNEL = "attn_decode_sm90"
+
+
+@pytest.fixture(autouse=True, params=("sm90", "sm80"))
+def arch(request):
+    if request.param == "sm90":
+        if no_hopper():
+            pytest.skip(no_hopper())
+        yield request.param
+    else:
+        flash_attn_2_cuda.set_cuda_kernels("any,sm80")
+        yield request.param
+        flash_attn_2_cuda.set_cuda_kernels(None)
 
 
 def run(case):
@@ -77,10 +90,10 @@ def test_clusters(case):
     ("lengths", "h_kv", "d", "cluster"),
     [((20000,), 1, 128, 8), ((20000, 0, 1, 64, 3000), 1, 64, 4), ((1000,) * 5, 8, 256, 2)],
 )
-def test_clusters_repeat_bit_for_bit(lengths, h_kv, d, cluster):
+def test_clusters_repeat_bit_for_bit(arch, lengths, h_kv, d, cluster):
     q, k, v, seqlens, _ = decode_problem(lengths, max(lengths), 4 * h_kv, h_kv, d)
     options = {"cache_seqlens": seqlens, "return_softmax_lse": True}
-    assert explain(flash_attn_with_kvcache, q, k, v, **options).cluster == cluster
+    assert explain(flash_attn_with_kvcache, q, k, v, **options).cluster == (cluster if arch == "sm90" else 0)
     out, lse = flash_attn_with_kvcache(q, k, v, **options)
     for _ in range(1000):
         again, again_lse = flash_attn_with_kvcache(q, k, v, **options)
@@ -392,23 +405,28 @@ def test_packed_queries_over_pages(len_q, causal, page):
             check_lse(lse[:, at].cpu(), ref_lse, plain_lse, torch.bfloat16)
 
 
-def test_few_queries_over_many_keys_are_split():
+def test_few_queries_over_many_keys_are_split(arch):
     """flash_attn_func with one query also reads the keys on all SMs."""
     torch.manual_seed(0)
     q = torch.randn(1, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 20000, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    assert explain(flash_attn_func, q, k, v).kernel.startswith(KERNEL)
+    assert explain(flash_attn_func, q, k, v).kernel.startswith(f"attn_decode_{arch}_")
     out = flash_attn_func(q, k, v)
     ref, _ = attention(*(x[0].double().cpu() for x in (q, k, v)))
     plain, _ = attention(*(x[0].cpu() for x in (q, k, v)))
     check("out", out[0].cpu(), ref, plain, scale=size_of_values(v.cpu()))
 
 
-def test_the_plan_names_the_tile():
+def names_of(arch, name, *tiles):
+    """Before Hopper a kernel's name says how many teams and slots its GPU has memory for."""
+    return [f"attn_decode_{arch}_{name}{tile}" for tile in (tiles if arch == "sm80" else ("",))]
+
+
+def test_the_plan_names_the_tile(arch):
     q, k, v, seqlens, table = decode_problem((30, 40), 64, 32, 2, 128, 16)
     plan = explain(flash_attn_with_kvcache, q, k, v, cache_seqlens=seqlens, block_table=table)
-    assert plan.kernel == "attn_decode_sm90_bf16_d128_q16" and plan.num_splits == 0
+    assert plan.kernel in names_of(arch, "bf16_d128_q16", "t4s3", "t3s3") and plan.num_splits == 0
     q = torch.randn(2, 3, 32, 128, device="cuda", dtype=torch.float16)
     k, v = k.half(), v.half()
     plan = explain(flash_attn_with_kvcache, q, k, v, cache_seqlens=seqlens, block_table=table, num_splits=2)
-    assert plan.kernel == "attn_decode_sm90_fp16_d128_q64" and plan.num_splits == 1  # one tile of keys
+    assert plan.kernel in names_of(arch, "fp16_d128_q64", "t1s3", "t1s4") and plan.num_splits == 1  # one tile of keys

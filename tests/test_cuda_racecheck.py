@@ -55,6 +55,30 @@ for head_dim, is_packed, options in json.loads(sys.argv[1]):
 torch.cuda.synchronize()
 """
 
+# Few queries over caches, dense and in pages, and a packed batch with a prompt in it: head_dim, rows of a key head.
+PROGRAM_WITH_CACHES = """
+import json, sys, torch
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+def randn(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+def ints(*values):
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+for head_dim, heads in json.loads(sys.argv[1]):
+    q, used = randn(3, 3, 2 * heads, head_dim), ints(200, 0, 65)
+    table = torch.randperm(90, device="cuda").view(3, 30).int()
+    new = [randn(3, 3, 2, head_dim) for _ in range(2)] + [randn(256, head_dim // 4)] * 2
+    for shape, pages in (((3, 210, 2, head_dim), None), ((90, 7, 2, head_dim), table)):
+        k, v = randn(*shape), randn(*shape)
+        for num_splits in (0, 3):
+            options = {"cache_seqlens": used, "block_table": pages, "num_splits": num_splits, "causal": True}
+            flash_attn_with_kvcache(q, k, v, **options)
+            flash_attn_with_kvcache(q, k, v, *new, softcap=9.0, **options)
+    pool = [randn(90, 16, 2, head_dim) for _ in range(2)]
+    lengths = ints(0, 100, 101, 118), ints(0, 300, 364, 493)
+    flash_attn_varlen_func(randn(118, 2 * heads, head_dim), *pool, *lengths, 100, 300, causal=True, block_table=table)
+torch.cuda.synchronize()
+"""
+
 # The forward in 8 bits, of hopper/: head_dim, is_packed, options. The keys are so many that O moves to its sums.
 PROGRAM_IN_8_BITS = """
 import json, sys, torch
@@ -89,6 +113,9 @@ IN_8_BITS = {f"d{d}-{keys}": [(d, False, {"keys": keys})] for d in (64, 128, 192
 IN_8_BITS |= {
     f"d{d}-packed": [(d, True, options) for options in ({"causal": True}, WINDOW)] for d in (64, 128, 192, 256)
 }
+
+
+WITH_CACHES = {f"d{d}": [(d, heads) for heads in (1, 8, 16)] for d in (64, 96, 128, 192, 256)}
 
 
 def racecheck(problems, folder, program=PROGRAM, kernels=""):
@@ -155,6 +182,10 @@ def test_no_hazards_before_hopper_where_arrivals_wait(tmp_path):
     module_in(tmp_path)
     copy_texts(tmp_path / "csrc" / "cuda", "ptx_sm80.cuh", '"bar.arrive %0', '"bar.sync %0')
     check_all(BEFORE_HOPPER, tmp_path, PROGRAM, "any,sm80")
+
+
+def test_no_hazards_in_caches_before_hopper():
+    check_all(WITH_CACHES, Path(flash_attn_2_cuda.__file__).parent, PROGRAM_WITH_CACHES, "any,sm80")
 
 
 def test_racecheck_sees_the_kernels():

@@ -11,7 +11,8 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn import flash_attn_func
+import flash_attn
+from flash_attn import _calls, flash_attn_func
 
 OPS = torch.ops.flash_attn
 MASK = (0.3, True, (4, -1), 0.0)  # as the direct functions take the mask
@@ -339,3 +340,27 @@ def test_no_module_of_ours_leaves_calls_to_the_dispatcher():
         "print([name for name in torch.library._impls if name.startswith('flash_attn/')])"
     )
     assert fresh_python.python(code).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("form", ["qkvpacked", "kvpacked", "varlen_qkvpacked", "varlen_kvpacked"])
+def test_tensors_in_one_take_the_short_way_without_gradients(monkeypatch, form):
+    """With gradients they do not, because the gradient comes in one piece."""
+    is_qkv, generator = "qkv" in form, torch.Generator().manual_seed(0)
+    one = torch.randn(2, 7, 3 if is_qkv else 2, 4, 24, generator=generator, requires_grad=True)
+    tensors = [one] if is_qkv else [torch.randn(2, 7, 4, 24, generator=generator), one]
+    cu = torch.tensor([0, 7, 14], dtype=torch.int32)
+    places = () if "varlen" not in form else (cu, 7) if is_qkv else (cu, cu, 7, 7)
+    function = getattr(flash_attn, f"flash_attn_{form}_func")
+
+    def call(tensors):
+        return function(*(x.flatten(0, 1) if places else x for x in tensors), *places, causal=True, softcap=5.0)
+
+    want = call(tensors)
+    calls = []
+    monkeypatch.setattr(_calls, "_call", lambda *_: calls.append(1))
+    with torch.no_grad():
+        torch.testing.assert_close(call(tensors), want.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(call([x.detach() for x in tensors]), want.detach(), rtol=0, atol=0)
+    assert calls == []
+    call(tensors)
+    assert calls == [1]

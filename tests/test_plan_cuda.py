@@ -71,6 +71,9 @@ int main(int argc, char **argv) {
         if (strncmp(name, "launch=", 7) == 0) prints_launch = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "masks=", 6) == 0) flex.mask_h = x, p.flex = &flex;
+        if (strncmp(name, "used=", 5) == 0) p.seqused_k = offsets;
+        if (strncmp(name, "leftpad=", 8) == 0) p.leftpad_k = offsets;
+        if (strncmp(name, "rows=", 5) == 0) p.cache_batch_idx = offsets, p.cache_rows = x;
         if (strncmp(name, "pages=", 6) == 0) p.paged = true, p.block_table = offsets;
     }
     p.d = d, p.d_v = d_v ? d_v : d;
@@ -282,11 +285,11 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (80, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
+        (80, ("d64_q64kv256w8", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (86, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (87, ("d64_q64kv256w8", "d96_q64kv128w8", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
+        (87, ("d64_q64kv256w8", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (89, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (100, ("d64_q64kv128w4", "d96_q64kv128w8", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
+        (100, ("d64_q64kv128w4", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
         (120, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
     ],
     ids=str,
@@ -373,8 +376,8 @@ def test_the_forward_before_hopper_takes_tiles_for_which_there_is_shared_memory(
         ({"stride": 4}, "with strides that are multiples of 8 elements"),
         ({"offset": 8}, "to start at multiples of 16 bytes"),
         ({"dtype": 2}, "it takes fp16 and bf16"),
-        ({"pages": 1}, "it takes no pages, left padding, cache_batch_idx and new keys"),
-        ({"new": 3}, "it takes no pages, left padding, cache_batch_idx and new keys"),
+        ({"pages": 1, "stride": 4}, "it takes no pages, left padding, cache_batch_idx and new keys"),
+        ({"new": 3, "stride": 4}, "it takes no pages, left padding, cache_batch_idx and new keys"),
         ({"d_v": 64}, "it takes v with as many columns as k"),
         ({"chunk": 7}, "it has no attention_chunk"),
         ({"h": 0}, "it wants a query head"),
@@ -391,7 +394,7 @@ def test_what_the_forward_before_hopper_does_not_serve(plan, numbers, words):
 def test_the_forward_before_hopper_serves_masks_scores_and_dropout(plan):
     for options, name in (
         ({"left": 5, "right": 9, "packed": 1}, ""),
-        ({"len_q": 1, "right": 0}, ""),
+        ({"len_q": 1, "right": 0, "len_kv": 255}, ""),
         ({"softcap": 9}, "_score"),
         ({"alibi": 1, "right": 0}, "_score"),
         ({"dropout": 0.5, "scale": 0}, "_score_dropout"),
@@ -434,7 +437,12 @@ def test_sums_of_pieces_are_counted_in_32_bits(plan):
         ({"len_q": 1, "dropout": 0.5}, "attn_fwd_sm90_bf16_d128_q128kv128_dropout"),
         ({"len_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64"),
         ({"len_q": 1, "softcap": 1001}, "attn_fwd_sm80_bf16_d128_q128kv32s2_score"),
-        ({"len_q": 1, "capability": 80}, "attn_fwd_sm80_bf16_d128_q128kv32s2"),
+        ({"len_q": 1, "dropout": 0.5, "capability": 80}, "attn_fwd_sm80_bf16_d128_q128kv32s2_dropout"),
+        ({"len_q": 1, "stride": 4, "capability": 80}, "attn_fwd_any_bf16_d128_q128kv64"),
+        ({"len_q": 1, "len_kv": 255, "capability": 80}, "attn_fwd_sm80_bf16_d128_q128kv32s2"),
+        ({"len_q": 33, "capability": 80}, "attn_fwd_sm80_bf16_d128_q128kv32s2"),  # 66 rows
+        ({"pages": 1, "dtype": 2, "capability": 80}, "attn_fwd_any_fp32_d128_q128kv32"),
+        ({"len_q": 1, "capability": 100}, "attn_decode_sm80_bf16_d128_q16t4s3"),
     ],
     ids=str,
 )
@@ -443,8 +451,71 @@ def test_few_queries_and_caches(plan, numbers, kernel):
     name, block_q, block_kv, workspace, *_ = first.split()
     assert name == kernel
     if "decode" in name:
-        assert name.endswith(f"_q{block_q}") and block_kv == ("32" if "d192_q64" in name else "64")
+        assert re.search(rf"_q{block_q}(t4s3)?$", name) and block_kv == ("32" if "d192_q64" in name else "64")
         assert 0 < int(workspace) < 64 << 20
+
+
+# The decode kernel before Hopper: tiles of 16, 32 and 64 rows for each head dimension.
+DECODE_TILES = {
+    64: (("q16t4s5", "q32t2s5", "q64t1s5"), ("q16t4s5", "q32t2s5", "q64t1s4")),
+    96: (("q16t4s5", "q32t2s4", "q64t1s4"), ("q16t3s5", "q32t2s3", "q64t1s3")),
+    128: (("q16t4s3", "q32t2s3", "q64t1s3"), ("q16t3s3", "q32t1s5", "q64t1s4")),
+    192: (("q16t4s3", "q32t1s5", "q64t1s4"), ("q16t2s3", "q32t1s3", "q64t1s5")),
+    256: (("q16t2s4", "q32t1s4", "q32t1s4"), ("q16t3s3", "q32t1s3", "q32t1s3")),
+}
+
+
+@pytest.mark.parametrize("d", DECODE_TILES)
+@pytest.mark.parametrize(("capability", "is_small"), [(80, 0), (86, 1), (87, 0), (89, 1), (100, 0), (120, 1)])
+def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(plan, capability, is_small, d):
+    for len_q, name in zip((1, 8, 9, 16, 17, 32), sorted(DECODE_TILES[d][is_small] * 2), strict=True):
+        kernel, *_, cluster = plan(capability=capability, d=d - 8, len_q=len_q).splitlines()[0].split()
+        assert kernel == f"attn_decode_sm80_bf16_d{d}_{name}" and cluster == "0"
+    name = plan(capability=capability, d=d, pages=1, sms=108).split()[0]
+    assert name == f"attn_decode_sm80_bf16_d{d}_{DECODE_TILES[d][is_small][2]}"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kernel"),
+    [
+        ({"used": 1}, "attn_fwd_sm80"),  # long queries over used keys
+        ({"used": 1, "len_q": 32}, "attn_decode_sm80"),
+        ({"used": 1, "len_q": 32, "len_kv": 40}, "attn_decode_sm80"),
+        ({"len_q": 32, "len_kv": 40}, "attn_fwd_sm80"),
+        ({"used": 1, "leftpad": 1}, "attn_decode_sm80"),
+        ({"used": 1, "rows": 3}, "attn_decode_sm80"),
+        ({"used": 1, "new": 1}, "attn_decode_sm80"),
+        ({"pages": 1, "packed": 1}, "attn_decode_sm80"),
+        ({"packed_q": 1}, "attn_decode_sm80"),  # beside a cache that is not packed
+        ({"pages": 1, "softcap": 1001}, "attn_fwd_any"),
+        ({"pages": 1, "alibi": 1, "left": 5, "softcap": 9}, "attn_decode_sm80"),
+        ({"pages": 1, "d_v": 64}, "attn_fwd_any"),
+        ({"pages": 1, "b": 3}, "attn_fwd_any"),  # 96 tiles of 128 queries for 108 SMs; 64 with two sequences
+        ({"pages": 1, "b": 3, "packed": 1}, "attn_decode_sm80"),  # only the GPU knows their lengths
+        ({"pages": 1, "b": 3, "splits": 2}, "attn_decode_sm80"),
+        ({"pages": 1, "b": 30, "len_q": 32}, "attn_decode_sm80"),  # one tile of 64 rows
+        ({"pages": 1, "b": 30, "len_q": 65}, "attn_decode_sm80"),  # tiles of 128 queries would be half empty
+        ({"pages": 1, "b": 30, "len_q": 128}, "attn_fwd_any"),
+        ({"d": 256, "b": 30, "len_q": 32}, "attn_decode_sm80"),
+        ({"d": 256, "b": 60, "len_q": 64, "h": 2}, "attn_fwd_sm80"),  # two tiles of 32 rows
+        ({"d": 192, "b": 60, "len_q": 64, "h": 2}, "attn_decode_sm80"),
+    ],
+    ids=str,
+)
+def test_caches_before_hopper(plan, numbers, kernel):
+    assert plan(capability=80, sms=108, **numbers).startswith(f"{kernel}_")
+
+
+@pytest.mark.parametrize(
+    ("capability", "sms", "d", "ctas"),
+    [(80, 108, 128, 216), (80, 108, 256, 216), (86, 82, 128, 164), (86, 82, 256, 82), (89, 128, 64, 256),
+     (89, 142, 128, 284), (120, 170, 128, 288), (120, 170, 256, 170)],
+)  # fmt: skip
+def test_ctas_of_a_decode_before_hopper(plan, capability, sms, d, ctas):
+    """As many as have room on the GPU, up to 288."""
+    numbers = {"launch": 1, "len_q": 1, "h": 2, "h_kv": 2, "d": d, "len_kv": 4096}
+    lanes, groups = map(int, plan(capability=capability, sms=sms, **numbers).split(" | ")[1].split())
+    assert lanes * groups == ctas
 
 
 @pytest.mark.parametrize(
@@ -604,7 +675,7 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
     [
         ({"chunk": 7}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"used_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
-        ({"packed_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"packed_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"empty": "-inf"}, "attn_fwd_sm80_bf16_d128_q128kv32s2"),
         ({"empty": "-inf", "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32"),
         ({"d_v": 64}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
@@ -769,7 +840,7 @@ def test_names_have_room_for_the_hash_of_a_text():
 
 
 def test_rotary_takes_a_workspace_for_the_turned_queries(plan):
-    assert plan(new=1, rotary=64, d=64, capability=80).split()[3] == str(2 * 1024 * 4 * 64 * 2)
+    assert plan(new=1, rotary=64, d=64, dtype=2, capability=80).split()[3] == str(2 * 1024 * 4 * 64 * 4)
 
 
 @pytest.mark.parametrize(
@@ -799,11 +870,12 @@ def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
     assert plan(d=128) == (
         "flash_attn: no kernel takes this call. attn_decode_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
         "attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_fp8_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
-        "attn_fwd_sm80: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_any: FLASH_ATTN_CUDA_KERNEL rules it out\n"
+        "attn_decode_sm80: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_sm80: FLASH_ATTN_CUDA_KERNEL rules it out; "
+        "attn_fwd_any: FLASH_ATTN_CUDA_KERNEL rules it out\n"
     )
     monkeypatch.setenv("KERNELS", "sm90")
     assert (
-        "; attn_fwd_sm90: it takes fp16 and bf16; attn_fwd_fp8_sm90: it takes float8_e4m3fn; attn_fwd_sm80: FLASH_ATTN"
+        "; attn_fwd_sm90: it takes fp16 and bf16; attn_fwd_fp8_sm90: it takes float8_e4m3fn; attn_decode_sm80: FLASH"
     ) in plan(d=128, dtype=2)
 
 

@@ -1,4 +1,4 @@
-/* This file appends new keys and applies rotary embedding in attn_decode_sm90.cu. New keys and values are written
+/* This file appends new keys and applies rotary embedding in attn_decode.cu. New keys and values are written
  * into the cache. Keys and queries are turned by rotary embedding.
  *
  *   k_new, v_new [b, len_new, h_kv, d]  ->  cache positions seqused_k[b] ... seqused_k[b] + len_new - 1

@@ -1,4 +1,4 @@
-/* This file loads the bytes for attn_decode_sm90.cu. Rows of keys, values and queries come from anywhere in memory
+/* This file loads the bytes for attn_decode.cu. Rows of keys, values and queries come from anywhere in memory
  * and go to swizzled rows of shared memory. Each lane copies 16 bytes at a time. */
 #ifndef FA_ATTN_DECODE_LOADS_CUH
 #define FA_ATTN_DECODE_LOADS_CUH

@@ -1,4 +1,4 @@
-/* This file does the work at the end of a piece of attn_decode_sm90.cu. The results of the teams are merged into one
+/* This file does the work at the end of a piece of attn_decode.cu. The results of the teams are merged into one
  * result. The parts of an item are merged too. The rows are then written. */
 #ifndef FA_ATTN_DECODE_MERGE_CUH
 #define FA_ATTN_DECODE_MERGE_CUH

@@ -1,4 +1,4 @@
-/* This file makes the schedule of attn_decode_sm90.cu. Sequences become items. Items are laid end to end and cut
+/* This file makes the schedule of attn_decode.cu. Sequences become items. Items are laid end to end and cut
  * into equal shares, one for each group of CTAs. A share consists of pieces. Every CTA reads the lengths on the GPU
  * and finds its own share. */
 #ifndef FA_ATTN_DECODE_SCHEDULE_CUH
@@ -156,14 +156,23 @@ DEVICE void step_item(const params &p, schedule &s) {
     __syncthreads();
 }
 
+/* Merging so many rows takes as long as the reading of one key tile. */
+constexpr int MERGED_ROWS = 100 * BLOCK_KV / 64;
+
 /* Chooses how the positions are shared. By default all groups get equal shares. Where all items have equal length,
  * shares may follow the items instead. Each item is then cut evenly or goes to one group as a whole. This happens
  * only if the shares grow by an eighth at most. No group then has the ends of two items. Two ends in a group cost
- * more than the other groups could read meanwhile. */
+ * more than the other groups could read meanwhile.
+ * With s key tiles in a part, and t in the item, a group reads s tiles, and the last group merges t / s parts. So s is
+ * at least the square root of t rows / MERGED_ROWS, with the mean of t. The last groups may get nothing. */
 DEVICE void choose_size(const params &p, share &w, int total, int items, int most_tiles) {
     w.size = divide(total, p.by_groups), w.longer = total - w.size * p.groups;
-    if (items <= 1 || (long long)items * most_tiles != total) return;
-    const int most = w.size + (w.longer > 0);
+    const int most = w.size + (w.longer > 0), rows = min(p.partial_rows, BLOCK_Q);
+    int least = most;
+    while (p.num_splits == 0 && least < most_tiles && (float)least * least * MERGED_ROWS * items < (float)total * rows)
+        least++;
+    if (least > most) w.size = least, w.longer = 0;
+    if (least > most || items <= 1 || (long long)items * most_tiles != total) return;
     int even = divide(items + p.groups - 1, p.by_groups) * most_tiles;
     if (items < p.groups) even = ceil_div(most_tiles, p.groups / items);
     if (even - most > most / 8 || (items < p.groups && most_tiles % even != 0)) return;

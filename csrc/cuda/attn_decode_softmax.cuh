@@ -1,4 +1,4 @@
-/* This file computes the softmax of attn_decode_sm90.cu in registers. The registers hold scores of 16 rows and
+/* This file computes the softmax of attn_decode.cu in registers. The registers hold scores of 16 rows and
  * TEAM_KEYS keys in mma's accumulator layout. This file also computes P V where NaN in V must not reach rows that do
  * not see the key. */
 #ifndef FA_ATTN_DECODE_SOFTMAX_CUH

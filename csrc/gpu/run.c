@@ -8,13 +8,15 @@
 
 static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = fa_cuda_fwd_sm90,         [FA_BWD_SM90] = fa_cuda_bwd_sm90, [FA_BWD_WIDE_SM90] = fa_cuda_bwd_sm90,
-    [FA_FWD_ANY] = fa_cuda_fwd_any,           [FA_BWD_ANY] = fa_cuda_bwd_any,   [FA_DECODE_SM90] = fa_cuda_decode_sm90,
+    [FA_FWD_ANY] = fa_cuda_fwd_any,           [FA_BWD_ANY] = fa_cuda_bwd_any,   [FA_DECODE_SM90] = fa_cuda_decode,
     [FA_FWD_FP8_SM90] = fa_cuda_fwd_fp8_sm90, [FA_BWD_SM80] = fa_cuda_bwd_sm80, [FA_FWD_SM80] = fa_cuda_fwd_sm80,
+    [FA_DECODE_SM80] = fa_cuda_decode,
 };
 
 /* The kernels of these families fill the rows that belong to no sequence. */
 static bool fills_unowned_rows(int family) {
-    return family == FA_FWD_ANY || family == FA_BWD_ANY || family == FA_DECODE_SM90 || family == FA_FWD_SM80;
+    return family == FA_FWD_ANY || family == FA_BWD_ANY || family == FA_DECODE_SM90 || family == FA_DECODE_SM80 ||
+           family == FA_FWD_SM80;
 }
 
 static fa_status run_with_heads(const fa_cuda_call *call, fa_error *err) {

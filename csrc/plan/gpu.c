@@ -22,6 +22,7 @@ static const struct {
     {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, false, false},
     {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true, false},
     {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false, false},
+    {FA_FWD, "attn_decode_sm80", fa_plan_decode_sm80, false, false},
     {FA_FWD, "attn_fwd_sm80", fa_plan_fwd_sm80, false, false},
     {FA_FWD, "attn_fwd_any", fa_plan_fwd_any, true, true},
     {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90, true, false},

@@ -1,5 +1,5 @@
-/* Planner of attn_decode_sm90. The head dimension and the query rows of one key head decide the row of cuda/tiles.def.
- * The planner also decides how keys are split. */
+/* Planners of the decode kernel, on Hopper and before. The head dimension and the query rows of one key head decide the
+ * row of cuda/tiles.def. The planner also decides how keys are split. */
 #include "gpu_decode.h"
 
 #include "cuda/attn_decode_params.h"
@@ -39,10 +39,12 @@ bool fa_decode_appends(const fa_problem *p, const fa_plan *plan) {
            fits_32_bits(&p->v_new, fresh) && (uintptr_t)p->rotary_cos % 16 == 0 && (uintptr_t)p->rotary_sin % 16 == 0;
 }
 
+static fa_family_id family_of(const fa_plan *plan) { return (fa_family_id)plan->gpu.family; }
+
 static int64_t round_up_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 fa_decode_layout fa_decode_lay_out(const fa_problem *p, const fa_plan *plan) {
-    const fa_decode_sm90_columns *t = fa_decode_sm90_row(plan->gpu.row);
+    const fa_gpu_decode_columns *t = fa_gpu_decode_row(family_of(plan), plan->gpu.row);
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q;
     const int64_t q_tiles = packed ? 0 : ceil_div(rows, block_q), items = p->b * p->h_kv * q_tiles;
@@ -69,10 +71,11 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
     const int64_t heads = p->b * p->h_kv, bytes = heads * tiles * plan->block_kv * p->d * 4;
     const int64_t wanted = heads * (p->b == 1 || tiles <= SHORT ? 1 : CLUSTERS_OF_A_HEAD);
     const bool is_long = heads > FEW_HEADS && bytes > LONG_BYTES;
-    if (p->cu_seqlens_q || plan->num_splits != 0 || plan->block_q > 16 || p->len_q * (p->h / p->h_kv) > plan->block_q ||
-        p->b > FA_DECODE_CLUSTER_BATCH || (is_long && p->b > 1))
+    if (!fa_gpu_decode_row(family_of(plan), plan->gpu.row)->is_hopper || p->cu_seqlens_q || plan->num_splits != 0 ||
+        plan->block_q > 16 || p->len_q * (p->h / p->h_kv) > plan->block_q || p->b > FA_DECODE_CLUSTER_BATCH ||
+        (is_long && p->b > 1))
         return;
-    const int most = machine->gpu_sms * (is_long ? fa_decode_sm90_row(plan->gpu.row)->ctas : 1);
+    const int most = machine->gpu_sms * (is_long ? fa_gpu_decode_row(family_of(plan), plan->gpu.row)->ctas : 1);
     const int ctas = most < FA_DECODE_MAX_CTAS ? most : FA_DECODE_MAX_CTAS;
     for (int cluster = is_long ? 2 : FA_DECODE_MAX_CLUSTER; cluster > 1 && plan->gpu.cluster == 0; cluster /= 2)
         if (wanted <= ctas / cluster) plan->gpu.cluster = cluster, plan->gpu.num_clusters = ctas / cluster;
@@ -83,7 +86,7 @@ static void choose_clusters(const fa_problem *p, fa_plan *plan, int64_t tiles, c
  * Batch 16, cache 2048, 32 key heads: 8 lanes take 183 us, 32 lanes 177 (cuda/measurements/decode.md). With clusters,
  * every head has the same number of clusters. */
 static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int row, const fa_machine *machine) {
-    const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_decode_sm90_row(row)->ctas;
+    const int fit = (machine->gpu_sms > 0 ? machine->gpu_sms : 1) * fa_gpu_decode_row(family_of(plan), row)->ctas;
     const int ctas = fit < FA_DECODE_MAX_CTAS ? fit : FA_DECODE_MAX_CTAS;
     fa_decode_launch launch = {.row = row, .lanes = 1};
     for (int lanes = 1; lanes <= p->h_kv && lanes <= ctas; lanes++)
@@ -92,27 +95,54 @@ static fa_decode_launch launch_of(const fa_problem *p, const fa_plan *plan, int 
     return launch;
 }
 
-/* Returns the row with the lowest tile for the same head dimension. */
-static int lowest_row(int row) {
-    while (row > 0 && fa_decode_sm90_row(row - 1)->d == fa_decode_sm90_row(row)->d) row--;
+/* Has an SM shared memory for the CTAs of a row of tiles.def? */
+static bool fits_sm(const fa_machine *machine, fa_family_id id, int row) {
+    return fa_gpu_decode_row(id, row)->ctas * (fa_families[id].rows[row].shared_bytes + FA_RESERVED_BYTES) <=
+           fa_shared_bytes_of_sm(machine->gpu_capability);
+}
+
+/* Returns the row of the lowest tile that has room for d columns and `rows` query rows. If no tile has room for all
+ * rows, this is the row of the highest tile. Of tiles that are as high it is the first one that fits an SM. */
+static int row_of(const fa_machine *machine, fa_family_id id, int64_t d, int64_t rows) {
+    int row = -1;
+    for (int i = 0; i < fa_families[id].num_rows; i++) {
+        const fa_gpu_decode_columns *t = fa_gpu_decode_row(id, i), *lower = row < 0 ? NULL : fa_gpu_decode_row(id, row);
+        if (t->d < d || (lower && (t->d != lower->d || t->warps_q == lower->warps_q)) || !fits_sm(machine, id, i))
+            continue;
+        row = i;
+        if (rows <= 16 * t->warps_q) break;
+    }
     return row;
 }
 
 /* A prompt needs a high tile. Packed sequences of few rows beside the prompt need a low tile. They get a launch of
  * their own. */
 static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const int row = plan->gpu.row, low = lowest_row(row);
+    const int row = plan->gpu.row, low = row_of(machine, family_of(plan), p->d, 1);
     const bool wants_both = p->cu_seqlens_q && p->b > 1 && low != row && p->len_q * (p->h / p->h_kv) > plan->block_q;
     plan->gpu.decode = launch_of(p, plan, row, machine);
     if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
 }
 
-const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+/* Would other kernels compute the queries faster? Their tiles have 128 queries of one head, which read the keys fewer
+ * times. They are slower if most rows of their tiles would be empty, or if their tiles would not fill the GPU. A tile
+ * of this kernel takes as long as 64 of their rows, also if it has 32 rows (cuda/measurements/sm80.md, Prompts). */
+static bool is_prompt(const fa_problem *p, const fa_machine *machine, const fa_plan *plan) {
+    enum { QUERIES = 128, ROWS_OF_A_TILE = 64 };
+    const int64_t rows = p->len_q * (p->h / p->h_kv), others = p->h * ceil_div(p->len_q, QUERIES);
+    return !p->cu_seqlens_q && p->num_splits <= 1 && rows > plan->block_q &&
+           others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
+           p->b * others * 4 >= (int64_t)machine->gpu_sms * 3;
+}
+
+static const char *plan_decode(const fa_problem *p, const fa_machine *machine, fa_family_id id, fa_plan *plan) {
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
-    const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
-                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
     const int64_t rows = p->len_q * (p->h / p->h_kv);
+    /* Before Hopper attn_fwd_sm80 takes long queries over the used keys of tensors. */
+    const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
+                           (p->seqused_k && !packed && (id == FA_DECODE_SM90 || rows <= MANY_ROWS)) ||
+                           (packed && !p->cu_seqlens_k);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
     const extent cache = {p->paged               ? p->num_pages
                           : packed_keys          ? 1
@@ -125,7 +155,8 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     const char *why = fa_why_not_of_3(p, FA_CHUNKS | FA_MIXED | FA_OTHER_NEW);
     if (why) return why;
     NEEDS(!p->cu_seqlens_k_new, "it takes no packed new keys");
-    NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
+    NEEDS(id != FA_DECODE_SM90 || machine->gpu_capability == 90,
+          "it is for compute capability 9.0 (Hopper), and this GPU has another");
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");
     NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
@@ -137,20 +168,14 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
           "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
     NEEDS(fits_32_bits(&p->k, cache) && fits_32_bits(&p->v, cache), "it addresses up to 64 GB of keys and of values");
 
-    const fa_family *family = &fa_families[FA_DECODE_SM90];
-    int row = -1;
-    for (int i = 0; i < family->num_rows; i++) {
-        const fa_decode_sm90_columns *t = fa_decode_sm90_row(i);
-        if (t->d < p->d || (row >= 0 && t->d != fa_decode_sm90_row(row)->d)) continue;
-        row = i; /* the last row if no tile has room for all query rows */
-        if (rows <= 16 * t->warps_q) break;
-    }
-    const fa_decode_sm90_columns *t = fa_decode_sm90_row(row);
-    plan->gpu.family = FA_DECODE_SM90;
+    const int row = row_of(machine, id, p->d, rows);
+    const fa_gpu_decode_columns *t = fa_gpu_decode_row(id, row);
+    plan->gpu.family = id;
     plan->gpu.row = row;
     plan->gpu.features = fa_dtype_feature(p->dtype);
     plan->block_q = 16 * t->warps_q;
     plan->block_kv = FA_DECODE_WARP_KEYS(t->d, t->warps_q) * t->warps_q * t->teams;
+    NEEDS(id == FA_DECODE_SM90 || !is_prompt(p, machine, plan), "other kernels compute so many queries faster");
 
     const int64_t capacity = packed_keys ? p->total_kv : p->paged ? p->block_table_cols * p->page_size : p->len_kv;
     const int64_t tiles = capacity > 0 ? ceil_div(capacity, plan->block_kv) : 1;
@@ -166,4 +191,12 @@ const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, 
     choose_launches(p, machine, plan);
     plan->workspace_bytes = fa_decode_lay_out(p, plan).bytes;
     return NULL;
+}
+
+const char *fa_plan_decode_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    return plan_decode(p, machine, FA_DECODE_SM90, plan);
+}
+
+const char *fa_plan_decode_sm80(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    return plan_decode(p, machine, FA_DECODE_SM80, plan);
 }

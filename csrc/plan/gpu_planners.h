@@ -9,7 +9,7 @@
  * The caller has set the plan's pass and device. */
 typedef const char *fa_cuda_planner(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
 fa_cuda_planner fa_plan_decode_sm90, fa_plan_fwd_sm90, fa_plan_fwd_fp8_sm90, fa_plan_bwd_sm90, fa_plan_fwd_any,
-    fa_plan_fwd_sm80, fa_plan_bwd_sm80, fa_plan_bwd_any;
+    fa_plan_decode_sm80, fa_plan_fwd_sm80, fa_plan_bwd_sm80, fa_plan_bwd_any;
 
 /* The order in which the persistent CTAs of a forward on Hopper take their work tiles. The plan has its block_q. */
 void fa_plan_fwd_order(const fa_problem *problem, int64_t ctas, fa_plan *plan);

@@ -268,19 +268,26 @@ static bool always_chooses(int row, unsigned features) {
     return true;
 }
 
-/* ---- attn_decode_sm90 ------------------------------------------------------------------------------------------ */
+/* ---- attn_decode_sm90, attn_decode_sm80 -------------------------------------------------------------------------- */
+
+/* The kernel reads its options when it runs. */
+#define DECODE_ROW(name, d, warps_q, teams, slots, ctas, is_hopper) \
+    {name, {d, warps_q, teams, slots, ctas, is_hopper}, 0, FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)},
 
 static const fa_row decode_sm90_rows[] = {
-#define FA_DECODE_TILE_SM90(d, warps_q, teams, slots, ctas)       \
-    {"attn_decode_sm90_d" #d "_q" TEXT(DECODE_ROWS_OF_##warps_q), \
-     {d, warps_q, teams, slots, ctas},                            \
-     0, /* the kernel reads its options when it runs */           \
-     FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)},
+#define FA_DECODE_TILE_SM90(d, warps_q, teams, slots, ctas) \
+    DECODE_ROW("attn_decode_sm90_d" #d "_q" TEXT(DECODE_ROWS_OF_##warps_q), d, warps_q, teams, slots, ctas, 1)
+#include "cuda/tiles.def"
+};
+static const fa_row decode_sm80_rows[] = {
+#define FA_DECODE_TILE_SM80(d, warps_q, teams, slots, ctas)                                                          \
+    DECODE_ROW("attn_decode_sm80_d" #d "_q" TEXT(DECODE_ROWS_OF_##warps_q) "t" #teams "s" #slots, d, warps_q, teams, \
+               slots, ctas, 0)
 #include "cuda/tiles.def"
 };
 
-const fa_decode_sm90_columns *fa_decode_sm90_row(int row) {
-    return (const fa_decode_sm90_columns *)decode_sm90_rows[row].columns;
+const fa_gpu_decode_columns *fa_gpu_decode_row(fa_family_id family, int row) {
+    return (const fa_gpu_decode_columns *)fa_families[family].rows[row].columns;
 }
 
 /* ---- quantize ---------------------------------------------------------------------------------------------------- */
@@ -315,6 +322,11 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define FLEX_FILES     "flex.cuh", "flex_blocks.cuh", "cuda_flex.h", "flex_values.cuh"
 #define BLOCKS_FILES   "flex_blocks.cuh", "cuda_flex.h", PROBLEM_FILES, "integers.cuh"
 #define BWD_SM80_FILES "attn_bwd_sm80.cuh", "attn_bwd_sm80_params.h", "quads.cuh"
+#define DECODE_FILES                                                                                           \
+    "attn_decode.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES, "attn_decode_schedule.cuh",              \
+        "attn_decode_loads.cuh", "attn_decode_softmax.cuh", "attn_decode_merge.cuh", "attn_decode_append.cuh", \
+        "sinks.cuh", "sinks_params.h"
+#define DECODE_COLUMNS "HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS", "HOPPER"
 #define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
@@ -508,15 +520,19 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .num_rows = NUM_ROWS(quantize_rows),
                      .chooses = always_chooses},
     [FA_DECODE_SM90] = {.name = "attn_decode_sm90",
-                        .files =
-                            FILES("attn_decode_sm90.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES,
-                                  "attn_decode_schedule.cuh", "attn_decode_loads.cuh", "attn_decode_softmax.cuh",
-                                  "attn_decode_merge.cuh", "attn_decode_append.cuh", "sinks.cuh", "sinks_params.h"),
+                        .files = FILES(DECODE_FILES),
                         .arch = 90,
-                        .columns = {"HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS"},
+                        .columns = {DECODE_COLUMNS},
                         .knows = FA_IN_BF16,
                         .rows = decode_sm90_rows,
                         .num_rows = NUM_ROWS(decode_sm90_rows),
+                        .chooses = always_chooses},
+    [FA_DECODE_SM80] = {.name = "attn_decode_sm80",
+                        .files = FILES(DECODE_FILES),
+                        .columns = {DECODE_COLUMNS},
+                        .knows = FA_IN_BF16,
+                        .rows = decode_sm80_rows,
+                        .num_rows = NUM_ROWS(decode_sm80_rows),
                         .chooses = always_chooses},
 };
 

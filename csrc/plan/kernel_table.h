@@ -62,6 +62,7 @@ typedef enum {
     FA_FWD_SM80,
     FA_BWD_SM80,
     FA_BWD_DQ_SM80, /* runs after FA_BWD_SM80, with the same rows */
+    FA_DECODE_SM80, /* the text of FA_DECODE_SM90 */
     FA_NUM_FAMILIES
 } fa_family_id;
 
@@ -132,11 +133,11 @@ typedef struct {
 const fa_fwd_any_columns *fa_fwd_any_row(int row);
 const fa_bwd_any_columns *fa_bwd_any_row(int row);
 
-/* The columns of attn_decode_sm90. */
+/* The columns of attn_decode_sm90 and attn_decode_sm80. */
 typedef struct {
-    int d, warps_q, teams, slots, ctas;
-} fa_decode_sm90_columns;
-const fa_decode_sm90_columns *fa_decode_sm90_row(int row);
+    int d, warps_q, teams, slots, ctas, is_hopper;
+} fa_gpu_decode_columns;
+const fa_gpu_decode_columns *fa_gpu_decode_row(fa_family_id family, int row);
 
 /* The columns of quantize. */
 typedef struct {

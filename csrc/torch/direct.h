@@ -28,7 +28,7 @@ typedef struct {
 /* Executes an unpacked call with further arguments, as fa_execute does. The interpreter's lock is held. */
 typedef fa_status fa_direct_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err);
 
-#define FA_MOST_FURTHER 6
+#define FA_MOST_FURTHER 11
 
 /* Returns the results of a call, or None if the op must be called. NULL: there is an exception. The last num_further
  * arguments are no arguments of the op. execute reads them in place of fa_execute. */

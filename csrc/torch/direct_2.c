@@ -29,9 +29,9 @@
     X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, FA_GRADIENTS_IGNORED)
 
 /* The same calls with mods: arguments of the op, then those of fa_flex_execute. */
-#define MODS     ", score, mask, blocks, wants_max, sinks, shift"
-#define WITH_MAX "(out, softmax_lse), and max_logits if wanted"
-#define NUM_MODS 6
+#define MODS     ", kind_of, attn_bias, attn_mask, sinks, places, blocks, wants_max, on_cpu, least, given_shift, record"
+#define WITH_MAX "out, softmax_lse if there is a record, and max_logits if wanted"
+#define NUM_MODS 11
 
 /* The same calls with options: arguments of the op, then those of fa_execute_with_options. */
 #define OPTIONS_TOO ", sinks, wants_lse"

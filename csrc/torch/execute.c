@@ -117,12 +117,14 @@ static fa_status make_plan(const fa_problem *problem, fa_plan *plan, fa_error *e
     return status;
 }
 
-fa_status fa_execute_problem(fa_problem *problem, fa_error *err) {
+fa_status fa_execute_problem(fa_problem *problem, bool only_out, fa_error *err) {
     fa_plan plan;
     fa_status status = make_plan(problem, &plan, err);
     if (status != FA_OK || fa_plan_only()) return status;
-    return fa_gpu_imagined() ? ask_for_kernels(problem, &plan, err)
-                             : run_in(plan.workspace_bytes, problem, &plan, false, err);
+    if (fa_gpu_imagined()) return ask_for_kernels(problem, &plan, err);
+    size_t bytes = plan.workspace_bytes;
+    if (only_out) status = place_unwanted_lse(problem, &plan, &bytes, err);
+    return status == FA_OK ? run_in(bytes, problem, &plan, false, err) : status;
 }
 
 static fa_status write_and_run(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {

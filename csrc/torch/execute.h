@@ -11,7 +11,7 @@ fa_status fa_repeat_length(int32_t length, fa_call *call, fa_error *err);
 /* Checks, plans, allocates and runs a call. The caller deletes the results. After a failure there are no results. */
 fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err);
 
-/* Plans and runs a problem whose tensors all exist. */
-fa_status fa_execute_problem(fa_problem *problem, fa_error *err);
+/* Plans and runs a problem whose tensors all exist. only_out: the LSE has no memory, because nobody wants it. */
+fa_status fa_execute_problem(fa_problem *problem, bool only_out, fa_error *err);
 
 #endif

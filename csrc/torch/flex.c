@@ -281,8 +281,8 @@ PyMethodDef fa_flex_functions[] = {
      "flex_forward(q, k, v, out, lse, max_scores, scale, plain, score, mask, blocks, "
      "sequences): attention; flex_attend.h"},
     {"flex_direct", fa_flex_direct, METH_VARARGS,
-     "flex_direct(q, k, v, scale, enable_gqa, plain, score, mask, block_mask, sequences, wants_max) -> (out, lse, "
-     "max_scores, blocks), or None if a check fails; flex_attend.h"},
+     "flex_direct(q, k, v, scale, enable_gqa, plain, score, mask, block_mask, sequences, wants_lse, wants_max) -> "
+     "(out, lse, max_scores, blocks), or None if a check fails; flex_attend.h"},
     {"flex_backward", fa_flex_backward, METH_VARARGS,
      "flex_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, softmax_d, scale, plain, score, mask, blocks, "
      "derivative, gradients, deterministic, sequences): its gradients; flex_attend.h"},

@@ -12,6 +12,7 @@
 #include "flex/flex.h"
 #include "flex_values.h"
 #include "gpu/max_logits.h"
+#include "option_mods.h"
 #include "options.h"
 #include "outputs.h"
 #include "python_tensors.h"
@@ -33,12 +34,12 @@ enum { Q_OFFSET, KV_LEN, BLOCK_TABLE, NUM_PLACES };
 typedef struct {
     PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
     PyObject *scale, *plain, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
-    PyObject *sequences, *sinks, *shift;
+    PyObject *sequences;
     fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES], of_sinks[2];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
     /* Of a call that makes its results: */
-    bool makes_results, wants_max, enables_gqa;
+    bool makes_results, wants_lse, wants_max, enables_gqa;
     PyObject *block_mask, *owned_blocks; /* a BlockMask or None, and the blocks that it became */
     fa_outputs outputs;                  /* owned: out, lse and perhaps max_scores */
     fa_flex flex;
@@ -200,8 +201,8 @@ static fa_status make_results(flex_call *c, fa_error *err) {
     strides_of_out(q, p->d_v, stride);
     TRY(fa_make_output(&c->outputs, q, 4, size, stride, q->dtype, &data, err));
     p->o = (fa_view){data, stride[0], .stride_row = stride[2], .stride_h = stride[1]};
-    TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, &data, err));
-    p->lse = (fa_row_stats){.data = data, .stride_b = of_stats[0], .stride_h = of_stats[1]};
+    p->lse = (fa_row_stats){.stride_b = of_stats[0], .stride_h = of_stats[1]};
+    if (c->wants_lse) TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, (void **)&p->lse.data, err));
     if (!c->wants_max) return FA_OK;
     TRY(fa_make_output(&c->outputs, q, 3, size, of_stats, fa_torch.f32, &data, err));
     c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = of_stats[0], .stride_h = of_stats[1]};
@@ -411,7 +412,8 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
         c->problem.flex = f;
     }
     if (c->problem.h_kv == 0) return FA_OK; /* no tensor has an element */
-    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, err);
+    const bool only_out = c->makes_results && !c->wants_lse;
+    Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, only_out, err);
     Py_END_ALLOW_THREADS return status;
 }
 
@@ -461,18 +463,23 @@ static fa_status find_max_logits(const flex_call *c, const fa_tensor *q, fa_outp
     return FA_OK;
 }
 
-static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs *outputs, fa_error *err) {
+static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, const fa_call *call, fa_outputs *outputs,
+                                   fa_error *err) {
     fa_problem *p = &c->problem;
+    fa_call own = *call;
     fa_status status = FA_OK;
     void *data = NULL;
     TRY(fa_check_call(call, p, err));
     REQUIRE(!p->paged && p->dropout_p == 0, "a call with mods has no pages and no dropout");
     c->tensors[0].t = call->q;
-    if (!read_program(c, 0, c->score, &c->flex.score) || !read_program(c, 1, c->mask, &c->flex.mask))
-        return fa_keep_exception(), FA_EPYTHON;
-    TRY(fa_make_outputs(call, false, p, outputs, err));
+    TRY(fa_make_option_mods(call, p, m, err));
+    c->blocks = m->made_blocks;
+    if (!read_program(c, 0, m->score, &c->flex.score) || !read_program(c, 1, m->mask, &c->flex.mask)) return FA_EINVAL;
+    own.only_out = m->record == Py_None;
+    TRY(fa_make_outputs(&own, false, p, outputs, err));
     leave_to_mods(p);
-    TRY(fa_read_sinks(c->sinks, c->shift, &call->q, c->of_sinks, p, err));
+    PyObject *shift = m->of_rows && (c->wants_max || m->sinks != Py_None) ? m->of_rows : Py_None;
+    TRY(fa_read_sinks(m->sinks, shift, &call->q, c->of_sinks, p, err));
     TRY(read_blocks(c, err));
     if (c->wants_max) {
         const int64_t size[] = {p->b, p->h, p->len_q}, rows = p->len_q > 1 ? p->len_q : 1,
@@ -481,20 +488,27 @@ static fa_status execute_with_mods(flex_call *c, const fa_call *call, fa_outputs
         c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = stride[0], .stride_h = stride[1]};
     }
     p->flex = &c->flex;
-    Py_BEGIN_ALLOW_THREADS if (p->h_kv > 0) status = fa_execute_problem(p, err); /* else no tensor has an element */
+    const bool has_elements = p->h_kv > 0;
+    Py_BEGIN_ALLOW_THREADS if (has_elements) status = fa_execute_problem(p, own.only_out, err);
     if (status == FA_OK && c->wants_max) status = find_max_logits(c, &call->q, outputs, err);
     Py_END_ALLOW_THREADS return status;
 }
 
-fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs *outputs, fa_error *err) {
-    flex_call c = {.score = mods[0],
-                   .mask = mods[1],
-                   .blocks = mods[2],
-                   .wants_max = mods[3] == Py_True,
-                   .sinks = mods[4],
-                   .shift = mods[5]};
-    const fa_status status = execute_with_mods(&c, call, outputs, err);
+fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err) {
+    fa_option_mods m = {.kind_of = further[0],
+                        .attn_bias = further[1],
+                        .attn_mask = further[2],
+                        .sinks = further[3],
+                        .places = further[4],
+                        .blocks = further[5],
+                        .on_cpu = further[7] == Py_True,
+                        .least = PyFloat_AsDouble(further[8]),
+                        .given_shift = further[9],
+                        .record = further[10]};
+    flex_call c = {.wants_max = further[6] == Py_True};
+    const fa_status status = execute_with_mods(&c, &m, call, outputs, err);
     for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
+    fa_drop_option_mods(&m);
     if (status == FA_OK) return FA_OK;
     fa_drop_outputs(outputs);
     return FA_EINVAL; /* whatever it was, the long way says it in the caller's words */
@@ -502,11 +516,12 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs
 
 /* ---- calls that make their results ------------------------------------------------------------------------------- */
 
-/* Returns (out, lse, max_scores or None, blocks or None), or NULL. */
+/* Returns (out, lse or None, max_scores or None, blocks or None), or NULL. */
 static PyObject *results_of(flex_call *c) {
+    const bool is_made[] = {true, c->wants_lse, c->wants_max};
     PyObject *tuple = PyTuple_New(4);
-    for (int i = 0; tuple && i < 3; i++) {
-        PyObject *result = i < c->outputs.num ? fa_torch.wrap(c->outputs.tensor[i]) : Py_None;
+    for (int i = 0, made = 0; tuple && i < 3; i++) {
+        PyObject *result = is_made[i] ? fa_torch.wrap(c->outputs.tensor[made++]) : Py_None;
         if (result == Py_None) Py_INCREF(Py_None);
         if (!result || PyTuple_SetItem(tuple, i, result) < 0) Py_CLEAR(tuple);
     }
@@ -520,12 +535,13 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {.makes_results = true, .blocks = Py_None};
     fa_error err = {""};
-    PyObject *enable_gqa, *wants_max, *results = NULL;
-    if (!PyArg_UnpackTuple(args, "flex_direct", 11, 11, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
-                           &c.mask, &c.block_mask, &c.sequences, &wants_max))
+    PyObject *enable_gqa, *wants_lse, *wants_max, *results = NULL;
+    if (!PyArg_UnpackTuple(args, "flex_direct", 12, 12, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
+                           &c.mask, &c.block_mask, &c.sequences, &wants_lse, &wants_max))
         return NULL;
     if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_plain(c.q) || !fa_is_plain(c.k) || !fa_is_plain(c.v))
         Py_RETURN_NONE;
+    c.wants_lse = wants_lse == Py_True;
     c.wants_max = wants_max == Py_True;
     c.enables_gqa = enable_gqa == Py_True;
     const fa_status status = attend(&c, FA_FWD, &err);

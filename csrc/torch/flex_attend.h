@@ -19,18 +19,18 @@
 #include "call.h"
 #include "outputs.h"
 
-/* Executes a forward of the plain ops (direct.h), whose window, softcap, slopes and places of packed sequences the mods
- * compute. mods: score, mask, blocks, whether the largest score of each head is wanted, a third result [h], sinks or
- * None, and None or the shift that the score subtracts from the scores of rows. With packed
- * sequences the mods see one batch, whose rows and keys are those of the tensors. */
-fa_status fa_flex_execute(const fa_call *call, PyObject *const *mods, fa_outputs *outputs, fa_error *err);
+/* Executes a forward of the plain ops (direct.h), whose window, softcap, slopes and places of packed sequences mods
+ * compute (option_mods.h). further: kind_of, attn_bias, attn_mask, sinks, places, blocks, whether the largest score of
+ * each head is wanted, a third result [h], on_cpu, least, given_shift, and record. With packed sequences the mods see
+ * one batch, whose rows and keys are those of the tensors. */
+fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err);
 
 PyObject *fa_flex_forward(PyObject *self, PyObject *args);
 
 /* Makes the results, too. It takes a BlockMask in place of blocks, which must have the lengths of the call. plain is
- * None with mods; else the block mask is checked and left out, because its mask_mod is the window. Returns (out, lse,
- * max_scores or None, blocks or None). None: something does not fit, and nothing has happened. The caller goes the long
- * way then, which says what it was. */
+ * None with mods; else the block mask is checked and left out, because its mask_mod is the window. Returns (out, lse
+ * or None, max_scores or None, blocks or None). None: something does not fit, and nothing has happened. The caller
+ * goes the long way then, which says what it was. */
 PyObject *fa_flex_direct(PyObject *self, PyObject *args);
 PyObject *fa_flex_backward(PyObject *self, PyObject *args);
 

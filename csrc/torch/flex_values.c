@@ -51,14 +51,26 @@ fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor
 
 /* ---- programs ---------------------------------------------------------------------------------------------------- */
 
+/* torch's dtype of a name, which is looked up once for each of the few names. The reference is borrowed. */
+static PyObject *dtype_object(const char *dtype) {
+    enum { MOST = FA_FLEX_NUM_DTYPES + FA_FLEX_NUM_TYPES };
+    static struct {
+        const char *name; /* a literal of the tables above */
+        PyObject *object;
+    } known[MOST];
+    int i = 0;
+    while (i < MOST && known[i].name && known[i].name != dtype) i++;
+    if (i == MOST) return NULL;
+    if (!known[i].name && (known[i].object = PyObject_GetAttrString(fa_torch_module, dtype))) known[i].name = dtype;
+    return known[i].object;
+}
+
 bool fa_flex_has_dtype(PyObject *tensor, const char *dtype) {
     static PyObject *name;
     if (!name) name = PyUnicode_InternFromString("dtype");
     PyObject *has = name ? PyObject_GetAttr(tensor, name) : NULL;
-    PyObject *want = PyObject_GetAttrString(fa_torch_module, dtype);
-    const bool fits = has && has == want;
+    const bool fits = has && has == dtype_object(dtype);
     Py_XDECREF(has);
-    Py_XDECREF(want);
     PyErr_Clear();
     return fits;
 }

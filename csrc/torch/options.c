@@ -1,6 +1,6 @@
 /* Calls with learned sinks, sinks behind a call and their gradient, the shift of low biases, and on the CPU the places
- * of packed sequences. A function here returns None if it cannot serve the call, and has done nothing then. Python does
- * the same with torch's functions. */
+ * of packed sequences. A function of Python's here returns None if it cannot serve the call, and has done nothing then.
+ * Python does the same with torch's functions. */
 #include "options.h"
 
 #include "check.h"
@@ -199,27 +199,23 @@ static fa_status read_bias(PyObject *object, fa_flex_tensor *bias, fa_bias_shift
     return FA_OK;
 }
 
-static PyObject *biases_are_high(PyObject *self, PyObject *args) {
-    (void)self;
-    PyObject *object, *least, *is_cut;
+static bool is_high(const fa_flex_tensor *bias, const fa_bias_shift *of) {
+    return !is_on_gpu(&bias->t) && (is_empty(&bias->t) || fa_cpu_biases_are_high(of));
+}
+
+fa_status fa_biases_are_high(const fa_shift_request *r, bool *are_high, fa_error *err) {
     fa_flex_tensor bias;
-    fa_bias_shift of = {.device_idx = 0};
-    fa_error err = {""};
-    bool found = false;
-    if (!PyArg_UnpackTuple(args, "biases_are_high", 3, 3, &object, &least, &is_cut)) return NULL;
-    of.least = PyFloat_AsDouble(least), of.is_cut = is_cut == Py_True;
-    const fa_status status = read_bias(object, &bias, &of, &err);
-    Py_BEGIN_ALLOW_THREADS found =
-        status == FA_OK && !is_on_gpu(&bias.t) && (is_empty(&bias.t) || fa_cpu_biases_are_high(&of));
-    Py_END_ALLOW_THREADS PyErr_Clear();
-    return PyBool_FromLong(found);
+    fa_bias_shift of = {.least = r->least, .is_cut = r->is_cut};
+    TRY(read_bias(r->bias, &bias, &of, err));
+    Py_BEGIN_ALLOW_THREADS *are_high = is_high(&bias, &of);
+    Py_END_ALLOW_THREADS return FA_OK;
 }
 
 /* Reads where the bias of each row lies: of packed sequences, or of rows that a causal mask cuts. */
-static fa_status read_places(PyObject *const *objects, const fa_tensor *bias, fa_flex_tensor places[2],
+static fa_status read_places(const fa_shift_request *r, const fa_tensor *bias, fa_flex_tensor places[2],
                              fa_bias_shift *of, fa_error *err) {
-    static const char *const names[] = {"the sequences of rows", "the places of rows"};
-    for (int i = 0; i < 2; i++) TRY(read_beside(bias, objects[i], names[i], &places[i], err));
+    TRY(read_beside(bias, r->sequence, "the sequences of rows", &places[0], err));
+    TRY(read_beside(bias, r->row, "the places of rows", &places[1], err));
     const fa_tensor *t = &places[0].t, *row = &places[1].t;
     if (!present(t)) return FA_OK;
     REQUIRE(present(row) && t->ndim == 1 && row->ndim == 1 && t->size[0] == row->size[0] && t->dtype == fa_torch.i64 &&
@@ -230,54 +226,58 @@ static fa_status read_places(PyObject *const *objects, const fa_tensor *bias, fa
     return FA_OK;
 }
 
-static fa_status read_shift(PyObject *const *objects, fa_flex_tensor tensors[4], fa_bias_shift *of, fa_error *err) {
+static fa_status read_shift(const fa_shift_request *r, fa_flex_tensor tensors[4], fa_bias_shift *of, fa_error *err) {
     const fa_tensor *bias = &tensors[0].t, *sinks = &tensors[1].t;
-    TRY(read_bias(objects[0], &tensors[0], of, err));
+    TRY(read_bias(r->bias, &tensors[0], of, err));
     REQUIRE(!is_empty(bias) && !(is_on_gpu(bias) && of->dtype == FA_F64), "no kernel serves this bias");
-    TRY(read_beside(bias, objects[2], "sinks", &tensors[1], err));
+    TRY(read_beside(bias, r->sinks, "sinks", &tensors[1], err));
     const int64_t h = present(sinks) && sinks->ndim == 1 ? sinks->size[0] : of->size[1];
     REQUIRE(of->size[1] == 1 || of->size[1] == h, "attn_bias must have the heads of sinks");
     TRY(read_values(sinks, h, &of->sinks, err));
     of->of_shift[0] = of->size[0], of->of_shift[1] = h, of->of_shift[2] = of->size[2];
-    if (objects[3] != Py_None) {
-        of->is_cut = true;
-        of->of_shift[2] = PyLong_AsLongLong(objects[3]), of->last = PyLong_AsLongLong(objects[4]);
-        REQUIRE(!PyErr_Occurred() && of->of_shift[2] >= 0, "rows and keys must be integers");
+    if (r->is_cut) {
+        REQUIRE(r->rows >= 0, "rows must be at least 0");
+        of->is_cut = true, of->of_shift[2] = r->rows, of->last = r->last;
     }
-    return read_places(objects + 5, bias, &tensors[2], of, err);
+    return read_places(r, bias, &tensors[2], of, err);
+}
+
+fa_status fa_make_shift(const fa_shift_request *r, fa_outputs *outputs, fa_error *err) {
+    fa_flex_tensor tensors[4];
+    fa_bias_shift of = {.least = r->least};
+    fa_status status = FA_OK;
+    if (!fa_torch.wrap) return fa_fail(err, FA_EINVAL, "this torch makes no tensors for Python");
+    TRY(read_shift(r, tensors, &of, err));
+    const bool on_gpu = is_on_gpu(&tensors[0].t);
+    const int64_t *n = of.of_shift, stride[] = {n[1] * n[2], n[2], 1};
+    TRY(fa_make_output(outputs, &tensors[0].t, 3, n, stride, of.dtype == FA_F64 ? fa_torch.f64 : fa_torch.f32,
+                       &of.shift, err));
+    Py_BEGIN_ALLOW_THREADS if (on_gpu) status = fa_cuda_bias_shift(&of, err);
+    if (!on_gpu) fa_cpu_bias_shift(&of);
+    Py_END_ALLOW_THREADS return status;
 }
 
 static PyObject *shift_of_biases(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *objects[7];
-    fa_flex_tensor tensors[4];
-    fa_bias_shift of = {.device_idx = 0};
+    PyObject *least, *rows, *last;
+    fa_shift_request r = {.is_cut = false};
     fa_error err = {""};
     fa_outputs outputs = {.num = 0};
-    if (!PyArg_UnpackTuple(args, "shift_of_biases", 7, 7, &objects[0], &objects[1], &objects[2], &objects[3],
-                           &objects[4], &objects[5], &objects[6]))
+    if (!PyArg_UnpackTuple(args, "shift_of_biases", 7, 7, &r.bias, &least, &r.sinks, &rows, &last, &r.sequence, &r.row))
         return NULL;
-    of.least = PyFloat_AsDouble(objects[1]);
-    fa_status status = fa_torch.wrap && !PyErr_Occurred() ? read_shift(objects, tensors, &of, &err) : FA_EINVAL;
-    const bool on_gpu = status == FA_OK && is_on_gpu(&tensors[0].t);
-    const int64_t *n = of.of_shift, stride[] = {n[1] * n[2], n[2], 1};
-    if (status == FA_OK)
-        status = fa_make_output(&outputs, &tensors[0].t, 3, n, stride, of.dtype == FA_F64 ? fa_torch.f64 : fa_torch.f32,
-                                &of.shift, &err);
-    Py_BEGIN_ALLOW_THREADS if (on_gpu && status == FA_OK) status = fa_cuda_bias_shift(&of, &err);
-    if (!on_gpu && status == FA_OK) fa_cpu_bias_shift(&of);
-    Py_END_ALLOW_THREADS if (status == FA_OK) return fa_results_of(NULL, &outputs);
+    r.least = PyFloat_AsDouble(least), r.is_cut = rows != Py_None;
+    if (r.is_cut) r.rows = PyLong_AsLongLong(rows), r.last = PyLong_AsLongLong(last);
+    const fa_status status = PyErr_Occurred() ? FA_EINVAL : fa_make_shift(&r, &outputs, &err);
+    if (status == FA_OK) return fa_results_of(NULL, &outputs);
     fa_drop_outputs(&outputs);
-    if (on_gpu) return fa_raise(status, &err);
+    if (status != FA_EINVAL) return fa_raise(status, &err);
     PyErr_Clear();
     Py_RETURN_NONE;
 }
 
 /* ---- packed sequences -------------------------------------------------------------------------------------------- */
 
-/* For each row: the first and the last key that it sees, the key beside it, its sequence, its place there, and the
- * first key of the sequence. Rows behind the last sequence see nothing. */
-enum { FIRST, LAST, BESIDE, SEQUENCE, LOCAL, START_K, NUM_PLACES };
+enum { NUM_PLACES = FA_NUM_PLACES };
 
 static int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
 
@@ -301,46 +301,25 @@ static void fill_places(const int32_t *cu_q, const int32_t *cu_k, int64_t b, con
     }
 }
 
-static fa_status read_sums(PyObject *object, const char *name, int64_t num, fa_flex_tensor *t, fa_error *err) {
-    TRY(fa_flex_read_tensor(object, name, t, err));
-    REQUIRE(present(&t->t) && !is_on_gpu(&t->t) && t->t.dtype == fa_torch.i32 && t->t.ndim == 1 && t->t.size[0] >= 2 &&
-                contiguous(&t->t) && (num < 0 || t->t.size[0] == num),
-            "%s must be running sums", name);
+static fa_status check_sums(const fa_tensor *t, int64_t num, fa_error *err) {
+    REQUIRE(present(t) && !is_on_gpu(t) && t->dtype == fa_torch.i32 && t->ndim == 1 && t->size[0] >= 2 &&
+                contiguous(t) && (num < 0 || t->size[0] == num),
+            "%s must be running sums", t->name);
     return FA_OK;
 }
 
-static PyObject *packed_places(PyObject *self, PyObject *args) {
-    (void)self;
-    enum { NUM_NUMBERS = 5 };
-    PyObject *cu_q, *cu_k, *numbers[NUM_NUMBERS], *list = NULL;
-    fa_flex_tensor q, k;
-    fa_outputs outputs = {.num = 0};
-    fa_error err = {""};
-    int64_t n[NUM_NUMBERS], *of[NUM_PLACES] = {NULL};
-    if (!PyArg_UnpackTuple(args, "packed_places", 7, 7, &cu_q, &cu_k, &numbers[0], &numbers[1], &numbers[2],
-                           &numbers[3], &numbers[4]))
-        return NULL;
-    for (int i = 0; i < NUM_NUMBERS; i++) n[i] = PyLong_AsLongLong(numbers[i]);
-    fa_status status = !PyErr_Occurred() && fa_torch.wrap && n[0] >= 0 && n[1] >= 0 ? FA_OK : FA_EINVAL;
-    if (status == FA_OK) status = read_sums(cu_q, "cu_seqlens_q", -1, &q, &err);
-    if (status == FA_OK) status = read_sums(cu_k, "cu_seqlens_k", q.t.size[0], &k, &err);
-    for (int i = 0; i < NUM_PLACES && status == FA_OK; i++)
-        if (n[4] >> i & 1)
-            status = fa_make_output(&outputs, &q.t, 1, &n[0], (int64_t[]){1}, fa_torch.i64, (void **)&of[i], &err);
-    if (status == FA_OK) fill_places(q.t.data, k.t.data, q.t.size[0] - 1, n, of);
-    if (status == FA_OK) list = PyList_New(NUM_PLACES);
-    for (int i = 0, made = 0; list && i < NUM_PLACES; i++) {
-        PyObject *place = Py_None;
-        if (n[4] >> i & 1)
-            place = fa_torch.wrap(outputs.tensor[made++]);
-        else
-            Py_INCREF(place);
-        if (!place || PyList_SetItem(list, i, place) < 0) Py_CLEAR(list);
-    }
-    fa_drop_outputs(&outputs);
-    if (list) return list;
-    PyErr_Clear();
-    Py_RETURN_NONE;
+fa_status fa_make_packed_places(const fa_call *call, int64_t right, unsigned wanted, fa_outputs *outputs,
+                                fa_error *err) {
+    const fa_tensor *cu_q = &call->cu_seqlens_q, *cu_k = &call->cu_seqlens_k;
+    const int64_t n[] = {call->q.size[0], call->k.size[0], call->window_left, right};
+    int64_t *of[NUM_PLACES] = {NULL};
+    TRY(check_sums(cu_q, -1, err));
+    TRY(check_sums(cu_k, cu_q->size[0], err));
+    for (int i = 0; i < NUM_PLACES; i++)
+        if (wanted >> i & 1)
+            TRY(fa_make_output(outputs, cu_q, 1, n, (int64_t[]){1}, fa_torch.i64, (void **)&of[i], err));
+    fill_places(cu_q->data, cu_k->data, cu_q->size[0] - 1, n, of);
+    return FA_OK;
 }
 
 PyMethodDef fa_options_functions[] = {
@@ -360,13 +339,5 @@ PyMethodDef fa_options_functions[] = {
      "else "
      "0. rows and last: row i of so many sees the keys up to i + last. sequence and row: where the bias of each row of "
      "packed sequences lies. All but two may be None. The shift is fp32, or fp64 for a bias of fp64"},
-    {"biases_are_high", biases_are_high, METH_VARARGS,
-     "biases_are_high(attn_bias, least, is_cut) -> is the largest bias of every row on the CPU at least this number, "
-     "or "
-     "infinite? is_cut: of all first keys, too. False: perhaps not"},
-    {"packed_places", packed_places, METH_VARARGS,
-     "packed_places(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, left, right, wanted) -> six tensors int64 [total_q] "
-     "of the CPU, or None where a bit of wanted is 0: the first and the last key that a row sees, the key beside it, "
-     "its sequence, its place there, and the first key of the sequence"},
     {NULL, NULL, 0, NULL},
 };

@@ -584,7 +584,7 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
         programs = None, None
     else:
         programs = (x if x is None else (x[0].text, x[1], x[2]) for x in (score, mask))
-    call = scale, enable_gqa, plain, *programs, block_mask, None, wants_max
+    call = scale, enable_gqa, plain, *programs, block_mask, None, bool(wants_lse or is_recorded), bool(wants_max)
     found = flash_attn_2_cuda.flex_direct(query, key, value, *call)
     if found is None or not is_recorded:
         return found and found[:3]

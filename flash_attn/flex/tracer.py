@@ -25,6 +25,7 @@ INDICES = ("b", "h", "q_idx", "kv_idx")
 RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal"}
 RANDOM |= {"multinomial", "poisson", "dropout", "seed", "manual_seed", "uniform_", "normal_", "bernoulli_", "random_"}
 MOST_UNROLLED = 1024  # elements of a vector
+FUNCTIONS = torch.autograd.function.__file__  # no place in a mod
 
 _numbers = (bool, int, float)
 
@@ -159,7 +160,7 @@ class Trace:
     def where(self):
         """Says in which mod and line the trace is."""
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code not in self._codes:
+        while frame is not None and (frame.f_code not in self._codes or frame.f_code.co_filename == FUNCTIONS):
             frame = frame.f_back
         target = self.mod
         while isinstance(target, functools.partial):
@@ -174,7 +175,10 @@ class Trace:
         raise error(f"{text}: {self.where()}")
 
     def refuse_grad_mode(self):
-        self.fail("a mod must not switch gradients off or on; use detach()")
+        self.fail(
+            "a mod must not switch gradients off or on, as torch.autograd.Function does; use detach(), or torch's "
+            "functions"
+        )
 
     def check_grad_mode(self):
         if torch.is_grad_enabled() != self.grad_mode:

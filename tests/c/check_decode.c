@@ -1,7 +1,7 @@
 /* Compares the decode kernel of every instruction set with csrc/cpu/reference.c. The cases have few queries, up to four
  * splits of the keys, and every placement, page size and mask. They include new keys and rotary embedding, in guarded
- * memory (cases.h). check_cuda_decode does the same for attn_decode_sm90, which also serves prompts. It is compiled for
- * the CPU (cuda_emulation.h).
+ * memory (cases.h). check_cuda_decode does the same for attn_decode_sm90 and attn_decode_sm80, which also serve
+ * prompts. They are compiled for the CPU (cuda_emulation.h).
  *
  *   check_decode                all tests
  *   check_decode --seed N       one random case in all dtypes, with its errors
@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <cmocka.h>
-#if defined(CHECK_CUDA) /* head sizes of attn_decode_sm90; other kernels serve the rest */
+#if defined(CHECK_CUDA) /* head sizes of the decode kernel; other kernels serve the rest */
 #define HEAD_DIMS           8, 16, 40, 64, 72, 96, 128, 136, 192, 256
 #define ROW_PADDING         8
 #define DRAWS_ALL_ADDITIONS false
@@ -85,6 +85,11 @@ static void draw_append(test_case *c, random_source *r, random_source *more) {
     p->rotary_cos = cos_sin[0], p->rotary_sin = cos_sin[1];
 }
 
+/* Sizes that random cases do not have. 0: as drawn. */
+static struct {
+    int64_t b, h_kv, len_kv, attention_chunk;
+} given;
+
 static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     random_source source = {seed}, *r = &source, more = source_of_additions(seed);
     test_case c = {.seed = seed, .at_end = random_chance(r, 70), .hides_nan = random_chance(r, 50)};
@@ -93,15 +98,19 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     *p = (fa_problem){.pass = FA_FWD, .device = FA_CPU, .dtype = dtype, .b = 1 + random_below(r, 3)};
     int64_t g = random_chance(r, 20) ? 16 : 1 + random_below(r, 8);
     p->h_kv = random_chance(r, 15) ? 9 : 1 + random_below(r, 3);
+    if (given.b) p->b = given.b;
+    if (given.h_kv) p->h_kv = given.h_kv;
     p->h = p->h_kv * g;
     p->d = p->d_v = head_dims[seed % (uint64_t)COUNT(head_dims)];
     draw_additions(&c, &more);
     p->len_q = random_chance(r, 40) ? 1 : random_below(r, 16 / g + 1);
     if (IS_CUDA && random_chance(r, 8)) p->len_q = 1 + random_below(r, 120 / g); /* prompts: several tiles of rows */
     p->len_kv = random_chance(r, 25) ? 700 + random_below(r, 900) : random_length(r);
+    if (given.len_kv) p->len_kv = given.len_kv;
     p->num_splits = random_chance(r, 30) ? 1 + random_below(r, 4) : 0;
     draw_placement(&c, r, &more);
     draw_masks(&c, r);
+    if (given.attention_chunk) p->attention_chunk = given.attention_chunk;
     p->dropout_p = 0;
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
     alloc_row_stats(p, &p->lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
@@ -112,12 +121,21 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
 
 /* Returns false if another kernel serves the case. */
 #if defined(CHECK_CUDA)
+/* Two GPUs take the places of instruction sets. */
+enum { HOPPER = FA_ISA_SCALAR, BEFORE_HOPPER };
+static const char *name_of(fa_isa isa) { return isa == HOPPER ? "Hopper" : "before Hopper"; }
+
+static int num_served[BEFORE_HOPPER + 1]; /* cases of each GPU */
+
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
-    (void)isa;
     static const int num_sms[] = {1, 6, 40};
-    return run_decode_on_cuda(p, num_sms[threads - 1], at_end);
+    const bool is_served = run_decode_on_cuda(p, isa == HOPPER, num_sms[threads - 1], at_end);
+    num_served[isa] += is_served;
+    return is_served;
 }
 #else
+static const char *name_of(fa_isa isa) { return fa_isa_name(isa); }
+
 static bool run_on(fa_isa isa, int threads, const fa_problem *p, bool at_end) {
     fa_machine lowered = machine;
     fa_plan plan;
@@ -246,7 +264,7 @@ static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
         bool same_caches = is_same_cache(p, &c.k, &after.k, p->rotary_cos) && is_same_cache(p, &c.v, &after.v, false);
         bool close = error <= allowed && lse_error <= 2e-5 && same_caches;
         if (verbose || !close)
-            printf("  %-10s error %.3g, allowed %.3g of %.3g; lse %.3g%s%s\n", fa_isa_name((fa_isa)isa), error, allowed,
+            printf("  %-10s error %.3g, allowed %.3g of %.3g; lse %.3g%s%s\n", name_of((fa_isa)isa), error, allowed,
                    largest, lse_error, same_caches ? "" : "  WRONG CACHE", close ? "" : "  TOO FAR");
         good = good && close;
     }
@@ -260,11 +278,66 @@ static bool check_case(uint64_t seed, fa_dtype dtype, bool verbose) {
 }
 
 static void check_seeds(fa_dtype dtype) {
+    const int num_seeds = IS_CUDA ? 80 : (int)NUM_SEEDS(260);
     bool good = true;
-    for (uint64_t seed = FIRST_SEED(0); seed < FIRST_SEED(IS_CUDA ? 80 : NUM_SEEDS(260)); seed++)
+#if defined(CHECK_CUDA)
+    num_served[HOPPER] = num_served[BEFORE_HOPPER] = 0;
+#endif
+    for (uint64_t seed = FIRST_SEED(0); seed < FIRST_SEED((uint64_t)num_seeds); seed++)
         good = check_case(seed, dtype, false) && good;
     assert_true(good);
+#if defined(CHECK_CUDA)
+    assert_true(num_served[HOPPER] > num_seeds / 2 && num_served[BEFORE_HOPPER] > num_seeds / 2);
+#endif
 }
+
+#if defined(CHECK_CUDA)
+static bool is_for_clusters(uint64_t seed) {
+    const test_case c = decode_case(seed, FA_BF16);
+    const int64_t rows = c.p.len_q * c.p.h / c.p.h_kv;
+    guarded_free_all();
+    return !c.p.cu_seqlens_q && c.p.num_splits == 0 && rows > 0 && rows <= 16;
+}
+
+/* Seeds that leave 2 after a division by 3 run with 40 SMs. */
+static bool check_given(int num_cases, bool wants_clusters) {
+    bool good = true;
+    for (uint64_t seed = 2; num_cases > 0; seed += 3) {
+        if (wants_clusters && !is_for_clusters(seed)) continue;
+        good = check_case(seed, FA_BF16, false) && good;
+        num_cases--;
+    }
+    memset(&given, 0, sizeof given);
+    return good;
+}
+
+/* A head has several clusters of CTAs, each with a part. */
+static void test_many_clusters(void **state) {
+    (void)state;
+    given.b = given.h_kv = 1, given.len_kv = 6000;
+    assert_true(check_given(6, true));
+}
+
+/* Sequences share few clusters, so that parts grow until there is a cluster for each. */
+static void test_few_clusters(void **state) {
+    (void)state;
+    given.b = 18, given.h_kv = 1, given.len_kv = 750;
+    assert_true(check_given(6, true));
+}
+
+/* A thread reads the lengths of several sequences. */
+static void test_more_sequences_than_threads(void **state) {
+    (void)state;
+    given.b = 300, given.h_kv = 1, given.len_kv = 40;
+    assert_true(check_given(6, false));
+}
+
+static void test_chunks(void **state) {
+    (void)state;
+    given.attention_chunk = 37;
+    assert_true(check_given(20, false));
+}
+#endif
 
 static void test_f32(void **state) { (void)state, check_seeds(FA_F32); }
 static void test_bf16(void **state) { (void)state, check_seeds(FA_BF16); }
@@ -369,8 +442,8 @@ static void test_nonfinite(void **state) {
             fa_problem p = {
                 .pass = FA_FWD, .dtype = (fa_dtype)dtype, .b = 1, .h = 2, .h_kv = 1, .d = 40, .d_v = 40, .scale = 0.1};
             p.len_q = p.total_q = 3, p.len_kv = p.total_kv = LEN_NAN + 1, p.window_left = -1;
-            const int32_t used[] = {LEN_NAN + 1};
-            p.cache_rows = 1, p.seqused_k = used;
+            const int32_t used[] = {LEN_NAN + 1}, row[] = {0};
+            p.cache_rows = 1, p.seqused_k = used, p.cache_batch_idx = row;
             tensor all[4];
             fa_view *views[] = {&p.q, &p.k, &p.v, &p.o};
             random_source r = {9};
@@ -503,7 +576,7 @@ static bool check_infinite_scores(uint64_t seed, fa_dtype dtype) {
         const bool same_o = is_same_kind(c.o.view.data, o.view.data, o.num_elements, dtype, 0);
         const bool same_lse = worst_lse(p, &exact.lse) <= 2e-5;
         if (same_o && same_lse) continue;
-        printf("  %s:%s%s not what the reference has\n", fa_isa_name((fa_isa)isa), same_o ? "" : " o",
+        printf("  %s:%s%s not what the reference has\n", name_of((fa_isa)isa), same_o ? "" : " o",
                same_lse ? "" : " lse");
         good = false;
     }
@@ -571,7 +644,7 @@ static bool check_nonfinite_values(uint64_t seed, fa_dtype dtype) {
         if (!run_on((fa_isa)isa, 1 + (int)(seed % 3), p, c.at_end)) continue;
         const bool same_o = is_as_finite(&c.o, &o, dtype, 6), same_lse = worst_lse(p, &exact.lse) <= 2e-5;
         if (same_o && same_lse) continue;
-        printf("  %s:%s%s not what the reference has\n", fa_isa_name((fa_isa)isa), same_o ? "" : " o",
+        printf("  %s:%s%s not what the reference has\n", name_of((fa_isa)isa), same_o ? "" : " o",
                same_lse ? "" : " lse");
         good = false;
     }
@@ -594,7 +667,9 @@ static void test_nonfinite_values(void **state) {
 
 int main(int argc, char **argv) {
     fa_cpu_detect(&machine);
-    for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
+#if defined(CHECK_CUDA)
+    for (int isa = 0; isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == HOPPER || isa == BEFORE_HOPPER;
+#endif
     if (argc > 2 && !strcmp(argv[1], "--seed")) {
         bool good = true;
         for (int dtype = FA_F16; dtype <= (IS_CUDA ? FA_BF16 : FA_E4M3); dtype++)
@@ -602,9 +677,15 @@ int main(int argc, char **argv) {
         return !good;
     }
 #if defined(CHECK_CUDA)
-    const struct CMUnitTest cuda_tests[] = {cmocka_unit_test(test_bf16), cmocka_unit_test(test_f16),
-                                            cmocka_unit_test(test_nonfinite), cmocka_unit_test(test_infinite_scores),
-                                            cmocka_unit_test(test_nonfinite_values)};
+    const struct CMUnitTest cuda_tests[] = {cmocka_unit_test(test_bf16),
+                                            cmocka_unit_test(test_f16),
+                                            cmocka_unit_test(test_nonfinite),
+                                            cmocka_unit_test(test_infinite_scores),
+                                            cmocka_unit_test(test_nonfinite_values),
+                                            cmocka_unit_test(test_many_clusters),
+                                            cmocka_unit_test(test_few_clusters),
+                                            cmocka_unit_test(test_more_sequences_than_threads),
+                                            cmocka_unit_test(test_chunks)};
     return cmocka_run_group_tests(cuda_tests, NULL, NULL);
 #else
     const struct CMUnitTest tests[] = {

@@ -38,7 +38,8 @@ bool fa_cuda_make_room(const fa_driver *driver, CUstream stream) {
 
 static const char *parameters_of(fa_variant variant) {
     switch (variant.family) {
-    case FA_DECODE_SM90: return "fa_attn_decode_params";
+    case FA_DECODE_SM90:
+    case FA_DECODE_SM80: return "fa_attn_decode_params";
     case FA_BWD_SM80:
     case FA_BWD_DQ_SM80: return "fa_attn_bwd_sm80_params";
     case FA_COMBINE: return "fa_combine_params";
@@ -123,7 +124,8 @@ static CUresult launch(const CUlaunchConfig *config, CUfunction function, void *
         if (config->attributes[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
             shape.cluster = (unsigned)config->attributes[i].value[0];
     if (config->block_y * config->block_z != 1 || shape.grid_x % shape.cluster) return 1;
-    if (config->num_attributes == 0 && shape.grid_x > 60) shape.grid_x = 60; /* generic kernels: CTAs take turns */
+    /* CTAs of generic kernels take turns. */
+    if (config->num_attributes == 0 && shape.grid_y == 1 && shape.grid_x > 60) shape.grid_x = 60;
     memcpy(&kernel, &function, sizeof kernel);
     emulate_launch(kernel, parameters[0], &shape);
     return 0;
@@ -139,6 +141,8 @@ typedef struct {
 } cuda_run;
 
 static fa_gpu gpu = {.capability = 80, .num_sms = 1};
+/* The kernels that a plan may take; NULL: all. check_cuda_decode alone runs the decode kernel. */
+static const char *gpu_kernels = "any,fwd_sm80,bwd_sm80";
 
 /* Runs the same problem on the emulated GPU. *run must keep its address. */
 static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
@@ -147,7 +151,7 @@ static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     /* GPUs of compute capability 8.0, 8.6 and 10.0 take different rows of tiles.def. */
     static const int capabilities[] = {80, 86, 100};
     if (gpu.capability != 90) gpu.capability = capabilities[(p->len_q + p->len_kv) % 3];
-    const fa_machine machine = {.gpu_capability = gpu.capability, .gpu_sms = gpu.num_sms};
+    const fa_machine machine = {.gpu_capability = gpu.capability, .gpu_sms = gpu.num_sms, .gpu_kernels = gpu_kernels};
     fa_error err = {""};
     *run = (cuda_run){.problem = *p, .rng_state = {p->seed, p->offset}};
     run->problem.device = FA_CUDA;
@@ -172,14 +176,16 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     if (launcher(&run.call, &err)) fail_msg("%s", err.text);
 }
 
-/* Runs attn_decode_sm90 on a Hopper with this number of SMs. Returns false if the plan takes another kernel. */
-static inline bool run_decode_on_cuda(const fa_problem *p, int num_sms, bool at_end) {
+/* Runs the decode kernel on a Hopper, or on a GPU before Hopper, with this number of SMs. Returns false if the plan
+ * takes another kernel. */
+static inline bool run_decode_on_cuda(const fa_problem *p, bool is_hopper, int num_sms, bool at_end) {
     cuda_run run;
     fa_error err = {""};
-    gpu = (fa_gpu){.capability = 90, .num_sms = num_sms};
+    gpu = (fa_gpu){.capability = is_hopper ? 90 : 80, .num_sms = num_sms};
+    gpu_kernels = NULL;
     cuda_run_make(&run, p, at_end);
-    if (run.plan.gpu.family != FA_DECODE_SM90) return false;
-    if (fa_cuda_decode_sm90(&run.call, &err)) fail_msg("%s", err.text);
+    if (run.plan.gpu.family != (is_hopper ? FA_DECODE_SM90 : FA_DECODE_SM80)) return false;
+    if (fa_cuda_decode(&run.call, &err)) fail_msg("%s", err.text);
     return true;
 }
 

@@ -149,6 +149,26 @@ def test_dtypes(monkeypatch, dtype):
     same(*both_ways(monkeypatch, call, [*tensors, bias, sinks]), 1e-6 if dtype == torch.float64 else 2e-2)
 
 
+@pytest.mark.parametrize("option", ["bias", "mask", "sinks", "lse"])
+@pytest.mark.parametrize("case", ["autocast", "nested", "columns apart"])
+def test_what_is_made_plain_takes_it_too(monkeypatch, case, option):
+    """Tensors that autocast casts, sequences of nested tensors, and tensors that must be copied."""
+    tensors = [leaf(2, 9, 4, 24, seed=s) for s in range(3)]
+    words = {name: make(2, 4, 9, 9) for name, make in OPTIONS[option].items()}
+    leaves = [*tensors, *(x for x in words.values() if torch.is_tensor(x) and x.requires_grad)]
+
+    def call():
+        given = [x[..., ::2] for x in tensors] if case == "columns apart" else tensors
+        if case == "nested":
+            given = [torch.nested.as_nested_tensor([*x.unbind()], layout=torch.jagged) for x in tensors]
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            results = flash_attn_func(*given, causal=True, **words)
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(x.values() if x.is_nested else x for x in results)
+
+    same(*both_ways(monkeypatch, call, leaves), 2e-2 if case == "autocast" else 3e-5)
+
+
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("low", [-1e9, -2000.0])
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -202,6 +222,8 @@ def test_what_is_kept_of_packed_sequences_follows_them(monkeypatch):
     cu_q[1] = 9
     same(*both_ways(monkeypatch, call, tensors), 3e-5)
     cu_k[1] = 17
+    same(*both_ways(monkeypatch, call, tensors), 3e-5)
+    cu_q.data = torch.tensor([0, 11, 24], dtype=torch.int32)
     same(*both_ways(monkeypatch, call, tensors), 3e-5)
 
 

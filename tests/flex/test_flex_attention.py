@@ -572,6 +572,26 @@ def test_a_mod_must_not_switch_gradients_off():
         call(score_mod=mod)
 
 
+class Doubled(torch.autograd.Function):
+    """A gradient of its own, which the tracer does not know."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def test_a_mod_must_not_call_a_function_with_a_gradient_of_its_own():
+    """The error names the line of the mod, not one of torch's files."""
+    doubled = Doubled.apply
+    for mod in (lambda s, b, h, i, j: doubled(s), lambda s, b, h, i, j: Doubled.apply(s)):
+        with pytest.raises(NotImplementedError, match="autograd.Function does; use .*test_flex_attention.py, line"):
+            call(score_mod=mod)
+
+
 def test_no_heads():
     q, k, v = (x.requires_grad_() for x in make(1, 0, 0, 4, 4, 8))
     flex_attention(q, k, v, lambda s, b, h, i, j: s * 2).sum().backward()

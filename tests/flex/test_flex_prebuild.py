@@ -302,11 +302,22 @@ def test_the_short_way_has_the_programs_that_were_prebuilt(monkeypatch, name, is
     """A program is a part of a kernel's name. An imagined GPU goes the long way, and a call on a GPU the short way."""
     found = {"long": [], "short": []}
 
-    def noted(way, function, at):
+    def note(way, score, mask, blocks):
+        mods = [None if x is None else (x[0], len(x[1]), len(x[2])) for x in (score, mask)]
+        found[way].append((mods, blocks is None))
+
+    def long(function):
         def call(*args):
-            mods = [None if x is None else (x[0], len(x[1]), len(x[2])) for x in args[at : at + 2]]
-            found[way].append((mods, args[at + 2] is None))
+            note("long", *args[8:11])
             return function(*args)
+
+        return call
+
+    def short(function):
+        def call(*args):
+            results = function(*args)
+            note("short", *args[-1][1:4])
+            return results
 
         return call
 
@@ -319,12 +330,12 @@ def test_the_short_way_has_the_programs_that_were_prebuilt(monkeypatch, name, is
             return flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, LENGTH, LENGTH, **options)
         return flash_attn.flash_attn_func(q, q, q, **options)
 
-    monkeypatch.setattr(calls, "forward", noted("long", calls.forward, 8))
+    monkeypatch.setattr(calls, "forward", long(calls.forward))
     kernels_of(step)
     monkeypatch.setattr(_extended_directly, "_device_type", lambda q: "cuda")
     monkeypatch.setattr(_extended, "attend", lambda *_: pytest.fail("the short way was not taken"))
-    for function, at in (("direct_mods", 11), ("direct_varlen_mods", 16)):
-        monkeypatch.setattr(directly, function, noted("short", getattr(directly, function), at))
+    for function in ("direct_mods", "direct_varlen_mods"):
+        monkeypatch.setattr(directly, function, short(getattr(directly, function)))
     step()
     assert found["long"] == found["short"] and (len(found["long"]) == 1 or name == "sinks")
 

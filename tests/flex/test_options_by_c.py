@@ -1,9 +1,12 @@
 """What C does to rows for options, against torch's functions: shifts of low biases, sinks and their gradient."""
 
+import math
+
 import flash_attn_2_cuda
 import pytest
 import torch
 
+import flash_attn
 from flash_attn import _calls, _sinks, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flex import options
 
@@ -274,7 +277,7 @@ def test_sinks_of_every_kernel(chosen, d, dtype):
 
 @needs_gpu
 @pytest.mark.parametrize("chosen", KERNELS, indirect=True)
-@pytest.mark.parametrize("call", ["dense", "packed", "cache", "mods"])
+@pytest.mark.parametrize("call", ["dense", "packed", "cache", "mods", "fp64 bias", "autocast"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_sinks_round_once(chosen, d, call):
     """Two keys of the same score. The mean of their values is no bf16, so a second rounding would show."""
@@ -290,8 +293,63 @@ def test_sinks_round_once(chosen, d, call):
         out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), cu_q, cu_k, 70, 2, sinks=sinks).view_as(q)
     elif call == "cache":
         out = flash_attn_with_kvcache(q, k, v, sinks=sinks)
+    elif call == "fp64 bias":
+        out = flash_attn_func(q, k, v, sinks=sinks, attn_bias=torch.zeros(2, device="cuda", dtype=torch.float64))
+    elif call == "autocast":
+        with torch.autocast("cuda", torch.bfloat16):
+            out = flash_attn_func(*(x.float() for x in (q, k, v)), sinks=sinks)
     else:
         out = flash_attn_func(q, k, v, sinks=sinks, attn_mask=torch.ones(70, 2, device="cuda", dtype=torch.bool))
     exact = v.double().sum(1, keepdim=True) / (2 + sinks.double().exp())[:, None]
     unit = 2.0 ** (exact.abs().clamp(min=2.0**-120).log2().floor() - 7)
     assert ((out.double() - exact).abs() / unit).max() < 0.505
+
+
+# ---- sinks and parts of the keys -----------------------------------------------------------------------------------
+
+CACHES = {"cache": {}, "3 splits": {"num_splits": 3}, "16 splits": {"num_splits": 16}, "pages": {"page": 256}}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("call", [*CACHES, "plain", "attn_bias", "attn_mask", "packed", "packed attn_bias"])
+def test_parts_of_the_keys_share_one_sink(call, rows, device):
+    """Few queries have their keys cut into parts, which are merged. The sink is one key more of the whole row.
+
+    All scores are 0, and some sinks weigh as much as all keys. A sink for each part would give what ``wrong`` gives.
+    """
+    keys, h, d = 6144, 4, 64
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.zeros(1, rows, h, d, device=device, dtype=dtype)
+    k, v = (numbers(generator, device, 1, keys, 2, d).to(dtype) for _ in range(2))
+    v = v / 8 + 1
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0], device=device) + math.log(keys)
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (rows, keys))
+    options = {"sinks": sinks, "return_lse": True}
+    if "attn_bias" in call:
+        options["attn_bias"] = torch.zeros(keys, device=device)
+    if "attn_mask" in call:
+        options["attn_mask"] = torch.ones(keys, dtype=torch.bool, device=device)
+    function, arguments = flash_attn_func, (q, k, v)
+    if call in CACHES:
+        function, options = flash_attn_with_kvcache, {"sinks": sinks, "return_softmax_lse": True, **CACHES[call]}
+        page = options.pop("page", None)
+        if page is not None:
+            arguments = q, *(x.view(-1, page, 2, d) for x in (k, v))
+            options["block_table"] = torch.arange(keys // page, dtype=torch.int32, device=device)[None]
+            options["cache_seqlens"] = keys
+    elif "packed" in call:
+        function, arguments = flash_attn_varlen_func, (q[0], k[0], v[0], cu_q, cu_k, rows, keys)
+    out, lse = function(*arguments, **options)
+    mean = v.double().mean(1, keepdim=True).repeat_interleave(2, dim=2)
+    want_lse = torch.logaddexp(sinks.double(), torch.tensor(math.log(keys), dtype=torch.float64, device=device))
+    want = (mean * (math.log(keys) - want_lse).exp()[:, None]).expand(1, rows, h, d)
+    parts = [flash_attn_func(q, *x, sinks=sinks, return_lse=True) for x in zip(k.chunk(2, 1), v.chunk(2, 1))]
+    wrong, wrong_lse = flash_attn.merge_attention(*zip(*parts))
+    tolerance = 1e-2 if device == "cuda" else 1e-5
+    torch.testing.assert_close(out.double().view_as(want), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double().view(h, rows), want_lse[:, None].expand(h, rows), rtol=1e-5, atol=1e-5)
+    assert ((wrong - want).abs() > 3 * tolerance).all() and (wrong_lse > want_lse[:, None] + 0.1).all()
+    if device == "cuda":
+        assert flash_attn.explain(function, *arguments, **options).num_splits != 1

@@ -18,8 +18,8 @@
  *
  * Split-KV: all key tiles of the batch lie end to end and are cut into equal shares, one for each group of CTAs. The
  * CTAs read the lengths themselves. The host therefore need not know the lengths, and a captured graph stays right
- * while the lengths grow. Where there are few heads, thread block clusters take the place of CTAs. The CTAs of a
- * cluster merge their results in their shared memory.
+ * while the lengths grow. Where there are few heads, thread block clusters take the place of CTAs on Hopper. The CTAs
+ * of a cluster merge their results in their shared memory.
  *
  * Specification: ../cpu/reference.c. Design and limits: decode.md. Measurements: measurements/decode.md. */
 #include "attn_decode_params.h"
@@ -30,11 +30,11 @@
 #if !defined(HEAD_DIM) || !defined(WARPS_Q) || !defined(TEAMS) || !defined(SLOTS) || !defined(CTAS)
 #error "tiles: HEAD_DIM columns, TEAMS of WARPS_Q warps of 16 rows, SLOTS of a team's ring, CTAS on an SM"
 #endif
-#ifndef BF16
-#error "variant: BF16, or fp16 without: 0 or 1"
+#if !defined(BF16) || !defined(HOPPER)
+#error "variant: BF16, or fp16 without; HOPPER, or GPUs before Hopper without: 0 or 1"
 #endif
 #ifndef KERNEL
-#define KERNEL attn_decode_sm90
+#define KERNEL attn_decode
 #endif
 
 typedef fa_attn_decode_params params;
@@ -46,11 +46,13 @@ constexpr int TEAM_KEYS = WARP_KEYS * WARPS_Q;                    /* keys of a s
 constexpr int BLOCK_KV = TEAM_KEYS * TEAMS;
 /* A row has PIECES pieces of 16 bytes. */
 constexpr int PIECES = HEAD_DIM * element::BYTES / 16, ROW_BYTES = 16 * PIECES;
-/* Where WARPS_Q is 1, shared memory has room for the slices of other CTAs beside the results of the warps. */
-constexpr bool HAS_CLUSTERS = WARPS_Q == 1;
+/* Clusters need Hopper. Where WARPS_Q is 1, shared memory has room for the slices of other CTAs beside the results of
+ * the warps. */
+constexpr bool HAS_CLUSTERS = HOPPER && WARPS_Q == 1;
 constexpr bool Q_IN_REGISTERS = HEAD_DIM <= 128 && WARPS_Q <= 2;
 
 static_assert(HEAD_DIM % 32 == 0, "rows of 16-byte pieces in groups of 4, which the swizzle permutes");
+static_assert(4 * THREADS >= HEAD_DIM, "the CTA has a thread for each vector of a row");
 static_assert(SLOTS >= 3, "one slot in use, a K and a V on their way");
 static_assert(2 * (FA_DECODE_PAGE_STEPS - 2) >= SLOTS - 1, "the group with a step's page numbers has come");
 
@@ -306,7 +308,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_constant__ params p) {
     extern __shared__ __align__(128) char memory[];
     shared_memory &s = *reinterpret_cast<shared_memory *>(memory);
-    griddepcontrol_wait(); /* waits for earlier work of the stream */
+    if (HOPPER) griddepcontrol_wait(); /* waits for earlier work of the stream, which elsewhere has ended */
     if (p.cu_seqlens_q) fill_unowned_rows(p);
     const bool is_cluster = HAS_CLUSTERS && p.cluster_bits > 0;
     piece x;

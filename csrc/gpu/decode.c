@@ -1,5 +1,4 @@
-/* Launches attention over a KV cache on Hopper: cuda/attn_decode_sm90.cu. If possible, the same kernel appends and
- * rotates. */
+/* Launches attention over a KV cache: cuda/attn_decode.cu. If possible, the same kernel appends and rotates. */
 #include "append.h"
 #include "cuda/attn_decode_params.h"
 #include "launch.h"
@@ -101,10 +100,10 @@ static fa_status give_counters(const fa_cuda_call *call, const fa_decode_layout 
 /* Executes one launch of the plan. */
 static fa_status launch(const fa_cuda_call *call, const fa_decode_launch *planned, fa_attn_decode_params *a,
                         fa_error *err) {
-    const fa_decode_sm90_columns *tile = fa_decode_sm90_row(planned->row);
     const int cluster = call->plan->gpu.cluster;
     fa_variant variant = fa_plan_variant(call->plan, call->gpu->capability);
     variant.row = planned->row;
+    const fa_gpu_decode_columns *tile = fa_gpu_decode_row(variant.family, variant.row);
     a->lanes = planned->lanes, a->groups = planned->groups;
     a->head_blocks = a->h_kv / a->lanes;
     a->by_groups = division_by((unsigned)a->groups);
@@ -118,12 +117,12 @@ static fa_status launch(const fa_cuda_call *call, const fa_decode_launch *planne
         .grid_z = (unsigned)(cluster > 0 ? a->groups : 1),
         .threads = 32 * (unsigned)(tile->warps_q * tile->teams),
         .cluster = (unsigned)cluster,
-        .waits_itself = true,
+        .waits_itself = tile->is_hopper,
     };
     return fa_cuda_launch(call, variant, shape, a, err);
 }
 
-fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
+fa_status fa_cuda_decode(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
     const fa_decode_layout at = fa_decode_lay_out(p, call->plan);
     char *workspace = call->workspace;
@@ -147,7 +146,7 @@ fa_status fa_cuda_decode_sm90(const fa_cuda_call *call, fa_error *err) {
 
     const fa_decode_launch *low = &call->plan->gpu.decode_low;
     if (status == FA_OK && low->row >= 0) {
-        a.max_rows = 16 * fa_decode_sm90_row(low->row)->warps_q;
+        a.max_rows = 16 * fa_gpu_decode_row((fa_family_id)call->plan->gpu.family, low->row)->warps_q;
         status = launch(call, low, &a, err);
         a.min_rows = a.max_rows + 1;
     }
