@@ -572,6 +572,8 @@ def flash_attn_with_kvcache(
     (torch.Size([1, 1, 4, 8]), True)
     """
     if sinks is not None:
+        if getattr(sinks, "requires_grad", False):
+            warn_of_gradients(sinks)
         if not is_compiling() and (return_softmax_lse is False or return_softmax_lse is True):
             results = _direct.direct_kvcache_options(
                 q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,

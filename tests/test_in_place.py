@@ -181,12 +181,13 @@ def test_any_input_may_require_grad(name, tensors, monkeypatch):
         flash_attn_with_kvcache(**inputs, cache_seqlens=2)
 
 
-@pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin", "alibi_slopes", "softcap"])
+@pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin", "alibi_slopes", "softcap", "sinks"])
 def test_a_table_may_require_grad(name, tensors, monkeypatch):
     monkeypatch.setattr(_ops, "_has_warned", False)
     q, k, cache = tensors(2, 1, 4, 16), tensors(2, 1, 2, 16), tensors(2, 8, 2, 16)
     options = {x: torch.rand(8, 8) for x in ("rotary_cos", "rotary_sin")}
     options.update(alibi_slopes=torch.rand(4), softcap=torch.tensor(3.0))
+    options.update({"sinks": torch.rand(4)} if name == "sinks" else {})
     options[name] = options[name].requires_grad_()
     with pytest.warns(UserWarning, match="flash_attn_with_kvcache has no backward"):
         flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=2, **options)

@@ -6,7 +6,8 @@
 #include "tile_any.cuh"
 
 /* With two groups of warps P is computed times 2^EXPONENT, and passes as fp16. P is at most 1. Down to 2^-28 it keeps
- * 11 bits. dV grows times 2^EXPONENT, too, and has no room for sums above 2^113. */
+ * 11 bits. A P above 4 would become infinite. Only a wrong lse gives one, or an lse beyond 8 million, where fp32 has no
+ * digits behind the point. dV grows times 2^EXPONENT, too, and has no room for sums above 2^113. */
 constexpr int EXPONENT = GROUPS == 2 ? 14 : 0;
 constexpr float UNIT = 1.f / (1 << EXPONENT);
 

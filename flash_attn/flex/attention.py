@@ -27,7 +27,7 @@ from . import ahead, calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import softcap_of, window_of
-from .sequences import key_length, rows_of_mask, sequences_of, shift_of
+from .sequences import key_length, narrowed, rows_of_mask, sequences_of, shift_of
 from .tracer import known_program_of
 
 WHOLE = 1 << 30  # PyTorch's block size for "no block mask"
@@ -310,7 +310,7 @@ def _check_kernel_options(options):
 def int32(tensor):
     if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"the lists of a block mask must be integers, not {tensor.dtype}")
-    return tensor if tensor is None or tensor.dtype == torch.int32 else tensor.to(torch.int32)
+    return tensor if tensor is None or tensor.dtype == torch.int32 else narrowed(tensor)
 
 
 def in_autocast(*tensors):
@@ -473,7 +473,7 @@ def flex_attention(
     plain = None
     if not wants_max and not (wants_lse and is_recorded):  # a gradient of lse needs a kernel with mods
         rows_fit = q_offset is None or sequences.blocks_have_offset
-        if block_mask is None or (mask and rows_fit and is_own(block_mask, mask[2])):
+        if block_mask is None or (mask and rows_fit and is_own(block_mask, mask)):
             plain = plain_of(score, mask, shift_of(query.size(-2), len_kv, q_offset, kv_len))
     if plain is not None:
         call, score = Call(scale, None, None, None, False, plain, sequences), None
@@ -573,7 +573,7 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
             return None
         if not (wants_max or (wants_lse and is_recorded)):
             plain = plain_of(score, mask, 0 if mask is None else key.size(2) - query.size(2))
-        if block_mask is not None and (mask is None or (plain is not None and not is_own(block_mask, mask[2]))):
+        if block_mask is not None and (mask is None or (plain is not None and not is_own(block_mask, mask))):
             plain = None
     except (AttributeError, IndexError):
         return None

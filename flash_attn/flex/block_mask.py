@@ -204,7 +204,7 @@ def create_block_mask(
     lists = find_blocks(mask, device, b, h, len_q, len_kv, *block)
     block_mask = BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **lists)
     if not torch.is_inference_mode_enabled():  # its tensors do not tell whether they were changed
-        block_mask.lists_of_mask_mod = _state_of(block_mask, mask[2])
+        block_mask.lists_of_mask_mod = _state_of(block_mask, mask)
         ops.note_lists([lists[name] for name in LISTS], (mask[0].text, mask[1], mask[2]), len_q, len_kv, block)
     return block_mask
 
@@ -228,23 +228,24 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
     return dict(zip(NAMES, lists))
 
 
-def _state_of(block_mask, numbers):
+def _state_of(block_mask, mask):
     """What must not change, so that the lists of a block mask say the same as its mask_mod."""
-    lists = [getattr(block_mask, name) for name in LISTS]
-    return (block_mask.mask_mod, block_mask.seq_lengths, numbers), lists, [x._version for x in lists]
+    lists, (program, _, numbers) = [getattr(block_mask, name) for name in LISTS], mask
+    return (block_mask.mask_mod, block_mask.seq_lengths, program.text, numbers), lists, [x._version for x in lists]
 
 
-def is_own(block_mask, numbers):
-    """Did create_block_mask make the lists of this block mask from its mask_mod, with these captured numbers?"""
+def is_own(block_mask, mask):
+    """Did create_block_mask make the lists of this block mask from its mask_mod, with this program and its numbers?"""
     state = getattr(block_mask, "lists_of_mask_mod", None)
     if state is None:
         return False
-    (mask_mod, lengths, known_numbers), lists, versions = state
+    (mask_mod, lengths, text, numbers), lists, versions = state
     num, places, full_num, full_places = lists
     return (
         block_mask.mask_mod == mask_mod
         and block_mask.seq_lengths == lengths
-        and numbers == known_numbers
+        and numbers == mask[2]
+        and text == mask[0].text
         and block_mask.kv_num_blocks is num
         and block_mask.kv_indices is places
         and block_mask.full_kv_num_blocks is full_num

@@ -21,7 +21,7 @@ from .block_mask import LISTS, on_device
 from .derivative import derivative_of
 from .sequences import Sequences
 from .steps import kind
-from .tracer import Number, Trace, _numbers
+from .tracer import Number, Trace, _numbers, program_of
 
 SYMBOLS = (torch.SymBool, torch.SymInt, torch.SymFloat)
 programs_of_text = {}  # text: a program
@@ -84,7 +84,8 @@ class GraphTrace(Trace):
                     result = values[node]
                     return result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
         finally:
-            torch._C._set_grad_enabled(had_grad)
+            with torch._C.DisableTorchFunction():
+                torch._C._set_grad_enabled(had_grad)
 
     def _value_of(self, node, values, args):
         if node.op == "placeholder":
@@ -110,7 +111,9 @@ def program_of_graph(graph, captures, score, device):
     """``(program, tensors, ints, floats)`` of a graph and the values of its captures."""
     known, captures = _programs.setdefault(graph, []), tuple(captures)
     bound = next((found for found in ((p, p.bind(captures)) for p in known) if found[1] is not None), None)
-    if bound is None:
+    if not isinstance(graph, torch.fx.GraphModule):  # the operator was refused, and Dynamo calls it with the mod itself
+        program, *values = torch.compiler.disable(program_of)(graph, score)
+    elif bound is None:
         program, *values = GraphTrace(graph, captures, score).run()
         if not program.holds_once:
             known.append(program)

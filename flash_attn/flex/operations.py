@@ -152,7 +152,8 @@ def _unary_of(call, value, op):
 def _power(call):
     base, exponent = call.args[0], call.argument(1, "exponent")
     if isinstance(exponent, int) and exponent in (1, 2, 3) and isinstance(base, Value):
-        call.meta()
+        meta = call.meta()  # a power of a bool is an integer
+        base = call.result(call.operand(base, meta.dtype, meta.shape), meta.dtype, meta.shape)
         return base if exponent == 1 else base * base if exponent == 2 else base * base * base
     return _arithmetic("pow")(call)
 

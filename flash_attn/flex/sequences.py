@@ -27,6 +27,14 @@ class Sequences(typing.NamedTuple):
             )
 
 
+def narrowed(tensor):
+    """int32. A value that int32 lacks becomes its largest or least one, which no check takes for a place."""
+    if tensor.dtype in (torch.int64, torch.uint64, torch.uint32):
+        limits = torch.iinfo(torch.int32)
+        tensor = tensor.to(torch.int64).clamp(limits.min, limits.max)
+    return tensor.to(torch.int32)
+
+
 def _index(name, value, query, shape):
     """An argument as an int32 tensor. None stays None."""
     if value is None:
@@ -44,7 +52,7 @@ def _index(name, value, query, shape):
     if value.dim() != len(shape) or value.size(0) != shape[0]:
         words = "[B]" if len(shape) == 1 else "[B, pages of a sequence]"
         raise ValueError(f"{name} must have the shape {words} with B={shape[0]}, but has {tuple(value.shape)}")
-    return value.to(torch.int32).contiguous()
+    return narrowed(value).contiguous()
 
 
 def sequences_of(query, q_offset, kv_len, block_table):

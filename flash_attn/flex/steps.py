@@ -131,4 +131,4 @@ class Steps:
 
 
 def _same(a, b):
-    return a is b or (type(a) is type(b) and a == b)
+    return a is b or (type(a) is type(b) and a == b and (a != 0 or type(a) is not float or repr(a) == repr(b)))

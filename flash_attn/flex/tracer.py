@@ -7,6 +7,8 @@ them. What the mod does with captures alone is no part of the program. It is don
 """
 
 import builtins
+import collections
+import dis
 import enum
 import functools
 import operator
@@ -119,6 +121,8 @@ class Trace:
         self.created = {}  # tensors that torch made while the mod ran, by id
         self.holds_once = False  # a tensor came by a way that cannot be found again
         self._codes, self._shared = set(), {}  # by id of a value: its number, and what the copy of the mod sees
+        self._classes = []  # (number of a class or of an instance, function of it that gives the class)
+        self._instances = []  # numbers of objects whose class the mod may ask for
         self.grad_mode = torch.is_grad_enabled()
 
     def run(self):
@@ -145,6 +149,7 @@ class Trace:
         node, dtype = value.nodes.item(), value.dtype
         if self.score is not None:  # the new score has the type of the old one
             node, dtype = self.builder.cast(node, self.score), self.score
+        self._guard_classes()
         program = Program(self, node, dtype)
         bound = [tuple(self.steps.values[i] for i in places) for places in program.places]
         self.steps.finish(*program.places)
@@ -169,6 +174,16 @@ class Trace:
     def fail(self, text, error=NotImplementedError):
         raise error(f"{text}: {self.where()}")
 
+    def refuse_grad_mode(self):
+        self.fail(
+            "a mod must not switch gradients off or on, as torch.autograd.Function does; use detach(), or torch's "
+            "functions"
+        )
+
+    def check_grad_mode(self):
+        if torch.is_grad_enabled() != self.grad_mode:
+            self.refuse_grad_mode()
+
     # ---- copies of the mod and of what it reaches ------------------------------------------------------------------
 
     def child(self, number, template, constant=None):
@@ -180,6 +195,9 @@ class Trace:
         self.steps.guard(number, kind)
         if isinstance(value, torch.Tensor):
             return Capture(self, number)
+        if isinstance(value, (bool, enum.Enum)):  # Python asks whether they are True, or a member
+            self._classes.append((number, type))
+            return self.steps.guard(number, _itself)
         if isinstance(value, _numbers):
             return Number(self, number)
         if isinstance(value, types.FunctionType):
@@ -191,12 +209,16 @@ class Trace:
             words = {name: self.child(number, "{0}.keywords[{1}]", name) for name in value.keywords}
             return functools.partial(self.child(number, "{0}.func"), *args, **words)
         if isinstance(value, (tuple, list)):
+            if type(value) not in (tuple, list):
+                self._classes.append((number, type))  # its methods are no copies
             items = [self.child(number, "{0}[{1}]", i) for i in range(len(value))]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, dict):
             return {name: self.child(number, "{0}[{1}]", name) for name in value}
         if isinstance(value, (type, types.ModuleType)) and not _is_known(value):
             return self._object(number, value) if isinstance(value, types.ModuleType) else self._class(number, value)
+        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not _is_constant(value):
+            self.holds_once = True
         if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
             return value
         if isinstance(value, (torch.nn.Module, types.SimpleNamespace)) or type(value).__flags__ & (1 << 9):
@@ -217,12 +239,25 @@ class Trace:
         if seen is None:
             seen = _Object(self, number)
             self._shared[id(value)] = number, seen
+            self._instances.append(number)
         return seen
 
     def _class(self, number, value):
-        """A class is seen as it is. Other mods must find the same numbers in it."""
-        self.steps.guard(number, _numbers_of_class)
+        """A class is seen as it is."""
+        self._classes.append((number, _itself))
         return value
+
+    def _guard_classes(self):
+        """Other mods must find the same in the classes that the mod saw as they are."""
+        names = {x for code in self._codes for x in (*code.co_names, *code.co_consts) if isinstance(x, str)}
+        self.holds_once |= bool(names & _UNSEEN)
+        asked = self._instances if names & {"__class__", "type"} else []
+        for number, class_of in (*self._classes, *((number, type) for number in asked)):
+            found = _found_in(class_of(self.steps.values[number]), names)
+            if found is None:
+                self.holds_once = True
+            elif found:
+                self.steps.guard(number, lambda value, class_of=class_of: _found_in(class_of(value), names))
 
     def _copy(self, number, function):
         code = function.__code__
@@ -232,6 +267,8 @@ class Trace:
         if copy is not None:
             return copy
         self._codes.update(_codes(code))
+        for each in _codes(code):
+            self._check_instructions(each)
         scope, cells = dict(function.__globals__), [types.CellType() for _ in function.__closure__ or ()]
         copy = types.FunctionType(code, scope, function.__name__, None, tuple(cells))
         self._shared[id(function)] = number, copy
@@ -243,17 +280,35 @@ class Trace:
                 scope[name] = self.child(number, "{0}.__globals__[{1}]", name)
         for name in sorted(names & set(vars(builtins)) - set(function.__globals__)):  # a global would hide a builtin
             self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), _itself)
+            if name in STAND_INS:
+                scope[name] = STAND_INS[name]
+        for name in sorted(names - set(function.__globals__) - set(vars(builtins))) if "NameError" in names else ():
+            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), _itself)
+        if names & _ASKS or vars(function):
+            self.steps.guard(number, _attributes)
+            copy.__dict__.update({name: self.child(number, "{0}.__dict__[{1}]", name) for name in vars(function)})
         if function.__defaults__:
             copy.__defaults__ = self.child(number, "{0}.__defaults__")
         if function.__kwdefaults__:
             copy.__kwdefaults__ = self.child(number, "{0}.__kwdefaults__")
         return copy
 
+    def _check_instructions(self, code):
+        for instruction in dis.get_instructions(code):
+            name = instruction.argval
+            if instruction.opname == "MATCH_CLASS":
+                raise NotImplementedError(
+                    "a mod must not match classes, because objects of the tracer stand for its values; use isinstance: "
+                    f"{code.co_name}, {code.co_filename}, line {code.co_firstlineno}"
+                )
+            if instruction.opname == "IMPORT_NAME" and name.split(".")[0] not in _CONSTANT:
+                self.holds_once = True
+
     # ---- captures and parameters -----------------------------------------------------------------------------------
 
     def repeat(self, function, args, kwargs):
         """Calls a function of captures and numbers now, and again for each mod of the same kind."""
-
+        self.check_grad_mode()
         planned, words = _plan(args), _plan(kwargs)
 
         def compute(values):
@@ -287,6 +342,19 @@ def _itself(value):
 
 
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", __name__.split(".")[0]}  # packages whose names never change
+_CONSTANT = {"torch", "numpy", __name__.split(".")[0], "abc", "builtins", "cmath", "collections", "copy", "dataclasses"}
+_CONSTANT |= {"decimal", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator", "statistics"}
+_CONSTANT |= {"string", "types", "typing", "warnings"}  # and whose functions give the same each time
+_UNSEEN = {"globals", "locals", "eval", "exec", "__globals__", "__import__", "random"}  # names that lead to anything
+_UNSEEN |= {
+    "get_default_dtype",
+    "get_default_device",
+    "get_num_threads",
+    "is_grad_enabled",
+    "is_inference_mode_enabled",
+}
+_UNSEEN |= {"is_autocast_enabled", "get_autocast_dtype", "are_deterministic_algorithms_enabled"}  # torch's settings
+_ASKS = {"hasattr", "getattr", "vars", "__dict__"}
 
 
 def _is_known(value):
@@ -295,11 +363,51 @@ def _is_known(value):
     return (name or "").split(".")[0] in _KNOWN and (name or "").split(".")[0] != "__main__"
 
 
-def _numbers_of_class(value):
-    """The numbers among the attributes of a class."""
-    return tuple(
-        (name, found) for base in value.__mro__ for name, found in vars(base).items() if isinstance(found, _numbers)
-    )
+def _is_constant(value):
+    """Do a module's functions, or does a builtin function, give the same each time?"""
+    owner = value if isinstance(value, types.ModuleType) else value.__self__
+    if owner is None or isinstance(owner, types.ModuleType):
+        name = value.__module__ if owner is None else owner.__name__
+        return name is None or name.split(".")[0].removeprefix("_") in _CONSTANT
+    return isinstance(owner, (type, *_numbers, *SIMPLE))  # a method may belong to an object that changes
+
+
+def _attributes(value):
+    """The names of the attributes that a function was given."""
+    return tuple(vars(value))
+
+
+_PURE = (types.MemberDescriptorType, types.GetSetDescriptorType, type(collections.namedtuple("_Pair", "a").a))
+
+
+def _found_in(value, names):
+    """What attributes of these names a class has, ``((name, what), ..)``; None: it may be another thing next time."""
+    if _is_known(value):
+        return ()
+    if "__dict__" in names or "vars" in names or not _is_known(type(value)):
+        return None
+    found = []
+    for base in value.__mro__:
+        for name in () if _is_known(base) else sorted(names & set(vars(base))):
+            what = vars(base)[name]
+            what = () if isinstance(what, _PURE) else _lasting(what, names)
+            if what is None:
+                return None
+            found.append((name, what))
+    return tuple(found)
+
+
+def _lasting(value, names):
+    """A value that cannot change, with its types. None: it can."""
+    if isinstance(value, (*_numbers, *SIMPLE, enum.Enum)):
+        return type(value), value
+    if type(value) is tuple:
+        items = tuple(_lasting(item, names) for item in value)
+        return None if None in items else items
+    if isinstance(value, type):
+        found = _found_in(value, names)
+        return None if found is None else (value, found)
+    return None
 
 
 def _type_of_number(number):
@@ -462,6 +570,13 @@ class Capture(_Tensor, _Bound):
         with torch._C.DisableTorchFunction():
             self.dtype, self.device, self.ndim = self._value.dtype, self._value.device, self._value.dim()
 
+    def __getattr__(self, name):
+        if name.startswith("__") or hasattr(torch.Tensor, name):
+            return super().__getattr__(name)
+        if self._trace.steps.guard(self._number, _has(name)):  # an attribute that the tensor was given
+            return self._trace.child(self._number, "getattr({0}, {1})", name)
+        raise AttributeError(f"a tensor has no attribute {name!r}")
+
     def __len__(self):
         return self.shape[0].__index__()
 
@@ -542,6 +657,11 @@ class Row(Value):
 
 
 @functools.cache
+def _has(name):
+    return lambda value: hasattr(value, name)
+
+
+@functools.cache
 def _size(dim):
     return lambda tensor: tensor.size(dim)
 
@@ -558,7 +678,11 @@ class _Object:
         trace, number = get(self, "_trace"), get(self, "_number")
         if name == "__class__":
             return type(trace.steps.values[number])
-        found = trace.child(number, "getattr({0}, {1})", name)
+        try:
+            found = trace.child(number, "getattr({0}, {1})", name)
+        except AttributeError:  # a later one may have it
+            trace.steps.guard(number, _has(name))
+            raise
         if isinstance(found, types.MethodType):
             return types.MethodType(found.__func__, self)
         return found
@@ -599,8 +723,35 @@ class _Object:
     def __call__(self, *args, **kwargs):
         return type(self).__getattribute__(self, "__call__")(*args, **kwargs)
 
+    def __iter__(self):
+        if object.__getattribute__(self, "_asked")(_has("__iter__")):
+            return iter(type(self).__getattribute__(self, "__iter__")())
+        return (self[i] for i in range(len(self)))
+
     def __getitem__(self, index):
         return type(self).__getattribute__(self, "__getitem__")(index)
+
+
+# ---- builtin functions ---------------------------------------------------------------------------------------------
+
+
+def _isinstance(x, classes):
+    """Is what an object of the trace stands for an instance of classes?"""
+    if isinstance(x, _Bound):
+        return x._trace.steps.guard(x._number, lambda value: isinstance(value, classes))
+    return issubclass(torch.Tensor, classes) if isinstance(x, Value) else isinstance(x, classes)
+
+
+def _type(x, *rest):
+    """The type of what an object of the trace stands for."""
+    if rest:
+        return type(x, *rest)
+    if isinstance(x, _Bound):
+        return x._trace.steps.guard(x._number, type)
+    return torch.Tensor if isinstance(x, Value) else x.__class__ if type(x) is _Object else type(x)
+
+
+STAND_INS = {"isinstance": _isinstance, "type": _type}  # of builtin functions, in the copy of a mod
 
 
 # ---- functions of torch -------------------------------------------------------------------------------------------
@@ -630,11 +781,7 @@ def dispatch(function, args, kwargs, name=None):
     if (name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_")) or "out" in kwargs:
         trace.fail(f"a mod must not write to a tensor ({name})")
     if any(isinstance(x, Value) for x in parts):
-        if torch.is_grad_enabled() != trace.grad_mode:
-            trace.fail(
-                "a mod must not switch gradients off or on, as torch.autograd.Function does; use detach(), or torch's "
-                "functions"
-            )
+        trace.check_grad_mode()
         with torch._C.DisableTorchFunction():  # the tracer's own tensors are no business of the mode
             return operations.operate(trace, name, function, args, kwargs)
     return trace.repeat(function, args, kwargs)
@@ -651,6 +798,8 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(isinstance(x, _Traced) for x in (*_parts(args), *_parts(kwargs))):
             return dispatch(function, args, kwargs)
+        if getattr(function, "__name__", "") == "_set_grad_enabled":  # also to what it was: another call is recorded
+            self.trace.refuse_grad_mode()
         if getattr(function, "__name__", "") in RANDOM:
             self.trace.fail(f"a mod must not draw random numbers ({function.__name__})")
         result = function(*args, **kwargs)

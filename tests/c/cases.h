@@ -129,7 +129,7 @@ typedef struct {
 #define HEAD_DIMS 1, 7, 8, 16, 33, 40, 64, 80, 96, 128, 192, 255, 256
 #endif
 static const int64_t head_dims[] = {HEAD_DIMS};
-static const int64_t head_dims_of_16_bytes[] = {64, 128, 8, 96, 256, 128, 64, 192, 40, 128};
+static const int64_t head_dims_of_16_bytes[] = {64, 128, 8, 96, 256, 104, 136, 192, 40, 128, 200, 64, 248};
 static const int64_t v_head_dims[] = {1, 8, 31, 64, 96, 128, 200, 512};
 static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129};
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
@@ -203,9 +203,10 @@ static void draw_additions(test_case *c, random_source *more) {
     if (random_chance(more, 50)) p->empty_lse = -INFINITY;
 }
 
-static void draw_masks(test_case *c, random_source *r) {
+static void draw_masks(test_case *c, random_source *r, random_source *more) {
     fa_problem *p = &c->p;
     p->scale = 1 / sqrt((double)(p->d + (p->qv.data ? p->d_v : 0)));
+    if (random_chance(more, 20)) p->scale = -p->scale;
     p->softcap = random_chance(r, 25) ? 2 + 10 * random_uniform(r) : 0;
     p->window_left = random_chance(r, 30) ? random_below(r, p->len_kv + 2) : -1;
     p->window_right = random_chance(r, 40) ? 0 : random_chance(r, 30) ? random_below(r, p->len_kv + 2) : -1;
@@ -347,7 +348,7 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
         p->len_kv = 1024 + random_below(r, 400); /* the backward then has several ranges of keys */
     while (p->b * p->h * p->len_q * p->len_kv * (p->d + p->d_v) / 2 > most_work) p->len_q = p->len_q * 2 / 3;
     draw_placement(&c, r, &more);
-    draw_masks(&c, r);
+    draw_masks(&c, r, &more);
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
     p->dout = c.dout.view, p->dq = c.dq.view, p->dk = c.dk.view, p->dv = c.dv.view;
     int64_t rows = p->cu_seqlens_q ? p->total_q : p->len_q;
@@ -373,7 +374,8 @@ static inline void plant_infinite_scores(const test_case *c, random_source *r) {
         for (int64_t i = 0; i < s.len_q; i++)
             for (int64_t head = 0; head < p->h; head++) {
                 const double x = zero_rows && i % zero_rows == 1 ? 0 : wrong_rows && i % wrong_rows == 2 ? -4 : 4;
-                fa_store_element(p->q.data, fa_query_offset(&p->q, &s, i, head) + column, x, p->dtype);
+                fa_store_element(p->q.data, fa_query_offset(&p->q, &s, i, head) + column, p->scale < 0 ? -x : x,
+                                 p->dtype);
             }
         for (int64_t j = 0; j < s.len_kv; j++) {
             const bool is_huge = kind == 0   ? true

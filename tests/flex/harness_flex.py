@@ -103,6 +103,47 @@ def expression(rng, depth, leaves, wants):
     return choices[rng.choice(sorted(choices))]
 
 
+NUMBERS = [0, 1, -1, 3, -7, 0.5, -0.25, 1e9, 255, -129, 2**31, True, float("inf"), float("nan"), -3.7]
+
+
+def mixed_expression(rng, depth, leaves):
+    """A function of leaves of any dtype and of Python's numbers, whose dtypes mix as PyTorch says."""
+    if depth == 0 or rng.random() < 0.1:
+        name = rng.choice(leaves)
+        return lambda env: env[name]
+    a, number = mixed_expression(rng, depth - 1, leaves), rng.choice(NUMBERS)
+    b = (lambda env: number) if rng.random() < 0.4 else mixed_expression(rng, depth - 1, leaves)
+
+    def divisor(env):
+        """Neither 0 nor -1, by which torch itself stops."""
+        x = b(env)
+        if not isinstance(x, torch.Tensor):
+            return 3 if x in (0, -1) else x
+        return torch.ones_like(x) if x.dtype == torch.bool else torch.where((x == 0) | (x == -1), 1, x)
+
+    def small(env):
+        """What every integer has."""
+        x = a(env)
+        return torch.where((x >= 0) & (x < 100), x, 0) if x.dtype.is_floating_point else x
+
+    low, high = sorted(rng.sample(range(-20, 20), 2))
+    dtype, power = rng.choice([*INTEGERS, torch.bool, torch.float32, torch.float64]), rng.choice([1, 2, 3, 2.0])
+    choices = [
+        lambda env: a(env) + b(env), lambda env: a(env) - b(env), lambda env: a(env) * b(env),
+        lambda env: a(env) / b(env), lambda env: a(env) // divisor(env), lambda env: a(env) % divisor(env),
+        lambda env: b(env) - a(env), lambda env: torch.add(a(env), b(env), alpha=2), lambda env: a(env) < b(env),
+        lambda env: a(env) >= b(env), lambda env: a(env) == b(env), lambda env: a(env) & b(env),
+        lambda env: torch.fmod(a(env), divisor(env)), lambda env: torch.where(env["torch.bool"], a(env), b(env)),
+        lambda env: -a(env), lambda env: a(env).abs(), lambda env: a(env).sign(), lambda env: a(env).square(),
+        lambda env: torch.pow(a(env), power), lambda env: a(env).clamp(low, high),
+        lambda env: a(env).clamp(low + 0.5, high + 0.5), lambda env: small(env).to(dtype),
+        lambda env: a(env).floor(), lambda env: torch.logical_not(a(env)), lambda env: torch.isnan(a(env)),
+        lambda env: env["table"][small(env).long() % 37], lambda env: a(env).masked_fill(env["torch.bool"], low),
+        {1: lambda env: a(env) ** 1, 2: lambda env: a(env) ** 2, 3: lambda env: a(env) ** 3}[rng.choice([1, 2, 3])],
+    ]  # fmt: skip
+    return rng.choice(choices)
+
+
 def tables(seed):
     """A table of extreme and small values for each integer dtype, bool, fp32 and fp64."""
     generator = torch.Generator().manual_seed(seed)

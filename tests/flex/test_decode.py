@@ -298,6 +298,13 @@ def test_what_does_not_fit_is_refused():
     refuses(
         RuntimeError, r"block_table must name pages below 2; entry \(1, 0\) is 2", block_table=int32([[0, 1], [2, 1]])
     )
+    for far in (2**32 + 3, 3 - 2**32):  # 3 as int32
+        far = torch.tensor([3, far])
+        refuses(RuntimeError, "kv_len must be from 0 .* element 1 is", kv_len=far)
+        refuses(RuntimeError, "q_offset must be from 0 .* element 1 is", q_offset=far, mask_mod=causal)
+        refuses(
+            RuntimeError, r"block_table must name pages below 2; entry \(0, 1\)", block_table=(far - 3).expand(2, 2)
+        )
     refuses(RuntimeError, r"entry \(0, 1\) is -1", block_table=int32([[0, -1], [0, 1]]), kv_len=int32([21, 20]))
     refuses(ValueError, "have no q_offset, kv_len and block_table", q_offset=0, kernel_options={"BACKEND": "TRITON"})
 

@@ -10,7 +10,7 @@ import flash_attn_2_cuda
 import pytest
 import torch
 from catalogue import CATALOGUE
-from oracle_attention import INF, check, close
+from oracle_attention import INF, attention, check, close
 from score_catalogue import SCORES
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
@@ -122,6 +122,25 @@ def test_lists_in_any_order_with_garbage_behind_the_counts():
     blocks = kinds.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, :150, :120]
     mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, 2, 3, 150, 120, device="cpu"))
     check(*make(2, 3, 1, 150, 120, 16), block_mask=block_mask, mask=mask)
+
+
+@pytest.mark.parametrize("name, value", [("is_near", False), ("kind", "far")])
+def test_a_mask_that_changes_keeps_its_blocks(name, value):
+    """Both masks are windows, which the plain kernels know. The lists are still those of the first mask."""
+    tensors, setting = make(1, 2, 2, 64, 64, 16), types.SimpleNamespace(is_near=True, kind="near")
+
+    def mask_mod(b, h, q, k):
+        if setting.is_near and setting.kind == "near":
+            return (q >= k) & (q - k < 20)
+        return q >= k
+
+    block_mask = create_block_mask(mask_mod, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    listed = block_mask.to_dense().bool().repeat_interleave(16, -1).repeat_interleave(16, -2)
+    setattr(setting, name, value)
+    mask = create_mask(mask_mod, 1, 1, 64, 64, device="cpu") & listed
+    close(
+        flex_attention(*tensors, block_mask=block_mask), attention(*(x.double() for x in tensors), mask=mask)[0], 1e-5
+    )
 
 
 def test_blocks_without_a_mask_mod():

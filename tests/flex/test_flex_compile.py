@@ -177,3 +177,14 @@ def test_export(strict):
         tensors = [x.detach() for x in inputs(n)]
         for got, want in zip(program.module()(*tensors), model(*tensors), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mod", [
+    lambda s, b, h, i, j: torch.lgamma(s), lambda s, b, h, i, j: s.cumsum(0),
+], ids=["lgamma", "cumsum"])  # fmt: skip
+def test_a_mod_that_is_refused_is_named_without_fullgraph(mod):
+    """Dynamo then calls the operator with the mod itself."""
+    torch._dynamo.reset()
+    q = torch.randn(1, 1, 9, 8)
+    with pytest.raises(NotImplementedError, match="a mod cannot use (lgamma|cumsum).*test_flex_compile.py, line"):
+        torch.compile(lambda: flex_attention(q, q, q, mod), backend="eager")()

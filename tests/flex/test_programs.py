@@ -6,7 +6,7 @@ import struct
 import flash_attn_2_cuda
 import pytest
 import torch
-from harness_flex import FUNCTIONS, INTEGERS, expression, tables
+from harness_flex import FUNCTIONS, INTEGERS, expression, mixed_expression, tables
 from oracle_flex import evaluated, expected
 
 from flash_attn.flex import program, tracer
@@ -32,6 +32,48 @@ def test_an_expression_has_torchs_values(seed):
     want, got = expected(mod, SHAPE), evaluated(mod, SHAPE)
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_an_expression_of_mixed_dtypes_has_torchs_values(seed):
+    """What torch refuses for its dtypes tells nothing, and one in three is refused."""
+    rng, all_tables = random.Random(seed), {str(dtype): x for dtype, x in tables(seed).items()}
+    table = torch.randint(-50, 50, (37,), generator=torch.Generator().manual_seed(seed))
+    root = mixed_expression(rng, rng.randint(1, 5), ["q", "k", "h", *all_tables])
+
+    def mod(b, h, q, k):
+        at = (q * 7 + k * 3 + b) % 64
+        return root({"q": q - 3, "k": k, "h": h, "table": table} | {name: x[at] for name, x in all_tables.items()})
+
+    try:
+        want = expected(mod, SHAPE)
+    except (RuntimeError, NotImplementedError):
+        return
+    got = evaluated(mod, SHAPE)
+    assert got.dtype == want.dtype
+    rtol = 1e-6 if want.dtype.is_floating_point else 0  # torch multiplies with a reciprocal instead of dividing
+    torch.testing.assert_close(got, want, rtol=rtol, atol=0, equal_nan=True)
+
+
+POWERS = [lambda x: x**0, lambda x: x**1, lambda x: x**2, lambda x: x**3, lambda x: x**5, lambda x: x**2.0]
+POWERS += [lambda x: torch.pow(x, 2)]
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_a_power_has_torchs_dtype(power):
+    """That of a bool is an integer: the sum of two is 2."""
+
+    def is_below(q, k):
+        return q >= k
+
+    for base in (is_below, lambda q, k: (q - k).to(torch.int8), lambda q, k: (q - k).double()):
+
+        def mod(b, h, q, k, base=base):
+            x = power(base(q, k))
+            return x + x
+
+        want, got = expected(mod, (1, 1, 5, 9)), evaluated(mod, (1, 1, 5, 9))
+        assert got.dtype == want.dtype and torch.equal(got, want)
 
 
 FUNCTIONS += ["nn.functional." + name for name in "gelu silu softplus relu".split()]

@@ -1,8 +1,13 @@
 """Tracing: the catalogue of mods against torch, the cache of traces, and errors."""
 
+import enum
 import functools
+import math
+import os
 import random
+import sys
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -169,6 +174,194 @@ def test_a_tensor_made_in_the_mod_is_made_for_each_call():
             assert torch.equal(evaluated(mod_of(reach), (1, 1, 9, 9)), vmapped(mod_of(reach), (1, 1, 9, 9)))
 
     assert traces(run) == 1
+
+
+class Plain:
+    reach, of_kind = 2, "near"
+
+
+class Setting:
+    """What mods read of a class that has no numbers, and of objects around it."""
+
+    reaches, of_kind, table = [2], "near", torch.arange(9)
+    nested = types.SimpleNamespace(reach=2)
+
+    class Inner:
+        reach = 2
+
+    @staticmethod
+    def sees(q, k):
+        return q - k < REACH
+
+    def from_super(self, q, k):
+        return q - k < REACH
+
+
+class Further(Setting):
+    def from_super(self, q, k):
+        return super().from_super(q, k)
+
+    def of_class(self, q, k):
+        return (q - k < self.__class__.reaches[0]) & (q - k < type(self).reaches[0])
+
+    def __iter__(self):
+        return iter(self.reaches)
+
+
+class Pair(NamedTuple):
+    reach: int
+
+    def sum(self):
+        return self.reach + REACH
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+def _imports(b, h, q, k):
+    import setting_of_a_mod
+
+    return q - k < setting_of_a_mod.reach
+
+
+READERS = {
+    "a list of a class": lambda b, h, q, k: q - k < Setting.reaches[0],
+    "a string of a class": lambda b, h, q, k: q >= k if Setting.of_kind == "near" else q <= k,
+    "a number of a class": lambda b, h, q, k: q - k < Plain.reach,
+    "a tensor of a class": lambda b, h, q, k: Setting.table[q] >= k,
+    "a class of a class": lambda b, h, q, k: q - k < Setting.Inner.reach,
+    "an object of a class": lambda b, h, q, k: q - k < Setting.nested.reach,
+    "a function of a class": lambda b, h, q, k: Setting.sees(q, k),
+    "super()": lambda b, h, q, k: FURTHER.from_super(q, k),
+    "type(self)": lambda b, h, q, k: FURTHER.of_class(q, k),
+    "an iterable object": lambda b, h, q, k: q - k < sum(FURTHER),
+    "a method of a tuple": lambda b, h, q, k: q - k < PAIR.sum(),
+    "an import": _imports,
+    "globals()": lambda b, h, q, k: q - k < globals()["REACH"],
+    "sys.modules": lambda b, h, q, k: q - k < sys.modules["setting_of_a_mod"].reach,
+    "os.environ": lambda b, h, q, k: q - k < int(os.environ["REACH_OF_A_MOD"]),
+    "a bound builtin": lambda b, h, q, k: q - k < GET("reach"),
+    "an attribute that was missing": lambda b, h, q, k: q - k < getattr(LATER, "reach", 1),
+    "an attribute of a tensor": lambda b, h, q, k: q - k < getattr(TENSOR, "reach", 1),
+    "an attribute of a function": lambda b, h, q, k: q - k < getattr(_imports, "reach", 1),
+    "is True": lambda b, h, q, k: q >= k if FLAG is True else q <= k,
+    "isinstance": lambda b, h, q, k: q >= k if isinstance(NUMBER, int) else q <= k,
+    "isinstance of a tensor": lambda b, h, q, k: q >= k if isinstance(TENSOR, torch.nn.Parameter) else q <= k,
+    "type()": lambda b, h, q, k: q >= k if type(NUMBER) is int else q <= k,
+    "a member of an IntEnum": lambda b, h, q, k: q >= k if LEVEL is Level.LOW else q <= k,
+    "the sign of 0": lambda b, h, q, k: q >= k if math.copysign(1, ZERO) > 0 else q <= k,
+}
+FURTHER, PAIR, FLAG, NUMBER, LEVEL, ZERO = Further(), Pair(2), True, 3, Level.LOW, 0.0
+LATER, TENSOR, SOURCE = types.SimpleNamespace(), torch.zeros(3), {"reach": 2}
+GET = SOURCE.get
+
+
+@pytest.mark.parametrize("mod", READERS.values(), ids=READERS)
+def test_whatever_a_mod_reads_is_read_again(mod, monkeypatch):
+    """The mod is called as Python calls it, with tensors. Then all that it may read changes, and changes back."""
+    module, names = types.ModuleType("setting_of_a_mod"), globals()
+    module.reach = 2
+    monkeypatch.setitem(sys.modules, "setting_of_a_mod", module)
+    monkeypatch.setenv("REACH_OF_A_MOD", "2")
+
+    def check():
+        assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+
+    for _ in range(2):
+        check()
+        with monkeypatch.context() as changed:
+            for owner in (Plain, Setting.Inner, Setting.nested, module):
+                changed.setattr(owner, "reach", 5)
+            for name, x in {"of_kind": "far", "table": torch.arange(9) + 2}.items():
+                changed.setattr(Setting, name, x)
+            for name, x in {"REACH": 6, "FLAG": False, "NUMBER": 3.0, "LEVEL": Level.HIGH, "ZERO": -0.0}.items():
+                changed.setitem(names, name, x)
+            changed.setitem(names, "TENSOR", torch.nn.Parameter(torch.zeros(3)))
+            changed.setattr(names["TENSOR"], "reach", 4, raising=False)
+            changed.setitem(names, "PAIR", Pair(3))
+            changed.setitem(SOURCE, "reach", 5)
+            changed.setenv("REACH_OF_A_MOD", "5")
+            for owner in (LATER, _imports):
+                changed.setattr(owner, "reach", 4, raising=False)
+            changed.setattr(Setting, "reaches", [3, 2])
+            check()
+            Setting.reaches[0] = 5
+            check()
+
+
+def _or_not(b, h, q, k):
+    try:
+        return q - k < LATER_NAME
+    except NameError:
+        return q >= k
+
+
+def test_torchs_settings_and_missing_names_are_read_again():
+    def check(mod):
+        assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+
+    def of_grad_mode(b, h, q, k):
+        return q >= k if torch.is_grad_enabled() else q <= k
+
+    def of_dtype(b, h, q, k):
+        return q >= k if torch.get_default_dtype() == torch.float32 else q <= k
+
+    for _ in range(2):
+        check(of_grad_mode), check(of_dtype), check(_or_not)
+        with torch.no_grad():
+            check(of_grad_mode)
+        torch.set_default_dtype(torch.float64)
+        try:
+            check(of_dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        globals()["LATER_NAME"] = 3
+        check(_or_not)
+        del globals()["LATER_NAME"]
+
+
+@pytest.mark.parametrize("outer, inner", [
+    (torch.no_grad, torch.no_grad), (torch.no_grad, torch.enable_grad), (torch.enable_grad, torch.no_grad),
+    (torch.enable_grad, torch.enable_grad), (torch.enable_grad, torch.inference_mode),
+])  # fmt: skip
+def test_the_grad_mode_is_no_choice_of_a_mod(outer, inner):
+    """Neither beside captures alone, nor where the mode is the same already: other calls have another mode."""
+    slopes = torch.rand(3, requires_grad=True)
+
+    def of_captures(score, b, h, q, k):
+        with inner():
+            slope = slopes.exp()
+        return score + slope[h]
+
+    def of_scores(score, b, h, q, k):
+        with inner():
+            return score * 2
+
+    for mod in (of_captures, of_scores):
+        with outer(), pytest.raises(NotImplementedError, match=f"must not switch gradients.*{mod.__name__}"):
+            tracer.program_of(mod, torch.float32)
+
+
+def test_a_class_of_constants_needs_no_second_trace():
+    def mod_of(settings):
+        return lambda b, h, q, k: q - k < settings.reach + (settings.of_kind == "near")
+
+    def run():
+        for _ in range(3):
+            want = expected(lambda b, h, q, k: q - k < 3, (1, 1, 9, 9))
+            assert torch.equal(evaluated(mod_of(Plain), (1, 1, 9, 9)), want)
+
+    assert traces(run) == 1
+
+
+def test_a_match_of_classes_is_refused():
+    scope = {"WIDTH": 3}
+    text = "def refused_mod(b, h, q, k):\n match WIDTH:\n  case int(): return q >= k\n return q <= k\n"
+    exec(text, scope)
+    with pytest.raises(NotImplementedError, match="must not match classes.*refused_mod"):
+        tracer.program_of(scope["refused_mod"])
 
 
 def test_a_captured_view_has_its_strides():
