@@ -109,7 +109,7 @@ static test_case decode_case(uint64_t seed, fa_dtype dtype) {
     if (given.len_kv) p->len_kv = given.len_kv;
     p->num_splits = random_chance(r, 30) ? 1 + random_below(r, 4) : 0;
     draw_placement(&c, r, &more);
-    draw_masks(&c, r);
+    draw_masks(&c, r, &more);
     if (given.attention_chunk) p->attention_chunk = given.attention_chunk;
     p->dropout_p = 0;
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
