@@ -141,8 +141,8 @@ int fa_shared_bytes_of_sm(int capability);
 /* Has an SM shared memory for the CTAs of a row of a family before Hopper? */
 bool fa_row_fits_sm(fa_family_id family, int row, int capability);
 
-/* Does a plan on a GPU of this compute capability ever take the row for these features? Of rows before Hopper with the
- * same tile class plans take the first that fits an SM. */
+/* Does a plan on a GPU of this compute capability ever take the row for these features? Rows before Hopper compete if
+ * they have as many columns, and in decode as many warps_q. Plans take the first of them that fits an SM. */
 bool fa_row_is_taken(fa_family_id family, int row, unsigned features, int capability);
 
 /* The first row of FA_FWD_SM80 or FA_BWD_SM80 that has room for the heads, and whose CTAs have room on an SM; num_rows
