@@ -240,6 +240,28 @@ def decode(source):
     return grid(["batch x cache, heads, head_dim", *columns], body) + caption(name, rows, text)
 
 
+def prompts(source):
+    """TFLOPS of prompts over caches."""
+    name = "prompts_<device>.csv"
+    rows = rows_of(source, name)
+    columns = {"keys": "contiguous keys", "dense": "dense cache"}
+    columns |= {f"pages of {n}": f"pages of {n}" for n in (1, 16, 64, 256)}
+    found = {}
+    for row in rows:
+        case = tuple(int(row[x]) for x in ("b", "len_q", "cache", "h", "h_kv", "d"))
+        found[case, row["layout"], row["kernel"]] = f"{float(row['tflops']):.0f}"
+    body = []
+    for case in dict.fromkeys(case for case, *_ in found):
+        b, len_q, cache, h, h_kv, d = case
+        cells = []
+        for layout in columns:
+            of = [found.get((case, layout, kernel), "") for kernel in ("ours", "FA3")]
+            cells.append(of[0] + (f" ({of[1]})" if of[1] else ""))
+        body.append([f"{b} x {len_q} over {cache}, {h}/{h_kv}, {d}", *cells])
+    header = ["sequences x queries over keys, heads, head_dim", *columns.values()]
+    return grid(header, body) + caption(name, rows, "TFLOPS of visible pairs in turns, FlashAttention-3 in brackets. ")
+
+
 def shapes(source):
     """TFLOPS of shapes that are in no other table."""
     name = "shapes_<device>.csv"
@@ -341,6 +363,7 @@ TABLES = {
     "packed": packed,
     "peers": peers,
     "decode": decode,
+    "prompts": prompts,
     "other shapes": shapes,
     "exactness": exactness,
     **_cpu_tables.TABLES,

@@ -11,16 +11,18 @@ def number_of(arch):
 
 
 def _is_common(name, own, number, generation):
-    """Is the kernel common? On Hopper its own kernels without options are. Elsewhere the generic kernels are, and
-    those before Hopper without options. Left out is what only the other package calls: flash_attn (generation 2) or
-    flash_attn_3."""
+    """Is the kernel common? On Hopper its own kernels without options are; over caches those of causal prompts.
+    Elsewhere the generic kernels are, and those before Hopper without options. Left out is what only the other package
+    calls: flash_attn (generation 2) or flash_attn_3."""
     of_3 = re.search(r"^quantize|^combine|_e4m3_|_of3$", name)
     # flash_attn_3's generic forward always has its additions (the lse of a row without keys), its backward rarely.
     not_of_3 = r"^(flex|sinks|bias_shift|max_logits)|_flex$|^attn_probs|^attn_fwd_any(?!.*_of3$)|^kvcache(?!.*_of3$)"
     not_of_3 += r"|^attn_(bwd|delta)_any.*_of3$"
     if of_3 if generation == 2 else re.search(not_of_3, name):
         return False
-    if (own or "_sm80_" in name) and re.search(r"_(local|score|dropout|paged)", name):
+    if (own or "_sm80_" in name) and re.search(r"_(local|score|dropout)", name):
+        return False
+    if "_cache" in name and ("_causal" not in name or (generation == 2 and re.search(r"_d\d+v", name))):
         return False
     if own:
         return True

@@ -231,6 +231,19 @@ BENCH_DECODE = [
     )
 ]
 
+# bench_prompts.py: many queries over a cache of len_kv keys.
+BENCH_PROMPTS = [
+    Case(len_q, len_kv, b=b, h=h, h_kv=h_kv, d=d, dtype="bf16", causal=True)
+    for d in (64, 128, 256)
+    for b, len_q, len_kv, h, h_kv in (
+        (1, 4096, 4096, 16, 16),
+        (2, 2048, 8192, 32, 8),
+        (16, 512, 8192, 32, 8),
+        (16, 64, 8192, 32, 8),
+        (4, 32, 8192, 32, 8),
+    )
+]
+
 # bench_shapes.py, by the name of the rows: shapes that are in no other table.
 BENCH_SHAPES = {
     name: Case(len_q, len_kv, b=b, h=h, h_kv=h_kv, d=d, causal=causal, dtype=dtype)

@@ -1,5 +1,6 @@
 """flash_attn_with_kvcache on a GPU: the cases of the CPU, possible errors of splits and lanes, graphs, bad indices. On
-Hopper every test runs with the decode kernel for Hopper, and with that for GPUs before Hopper."""
+Hopper every test runs with the decode kernel for Hopper, with that for GPUs before Hopper, and with Hopper's forward,
+which takes prompts."""
 
 import math
 import random
@@ -22,16 +23,13 @@ pytestmark = pytest.mark.skipif(bool(no_gpu()), reason=no_gpu() or "a GPU is her
 HALF = ("bf16", "fp16")
 
 
-@pytest.fixture(autouse=True, params=("sm90", "sm80"))
+@pytest.fixture(autouse=True, params=("sm90", "sm80", "prompts"))
 def arch(request):
-    if request.param == "sm90":
-        if no_hopper():
-            pytest.skip(no_hopper())
-        yield request.param
-    else:
-        flash_attn_2_cuda.set_cuda_kernels("any,sm80")
-        yield request.param
-        flash_attn_2_cuda.set_cuda_kernels(None)
+    if request.param != "sm80" and no_hopper():
+        pytest.skip(no_hopper())
+    flash_attn_2_cuda.set_cuda_kernels({"sm90": None, "sm80": "any,sm80", "prompts": "any,fwd_sm90"}[request.param])
+    yield request.param
+    flash_attn_2_cuda.set_cuda_kernels(None)
 
 
 def run(case):
@@ -407,6 +405,8 @@ def test_packed_queries_over_pages(len_q, causal, page):
 
 def test_few_queries_over_many_keys_are_split(arch):
     """flash_attn_func with one query also reads the keys on all SMs."""
+    if arch == "prompts":
+        pytest.skip("decode kernels only")
     torch.manual_seed(0)
     q = torch.randn(1, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 20000, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -423,6 +423,8 @@ def names_of(arch, name, *tiles):
 
 
 def test_the_plan_names_the_tile(arch):
+    if arch == "prompts":
+        pytest.skip("decode kernels only")
     q, k, v, seqlens, table = decode_problem((30, 40), 64, 32, 2, 128, 16)
     plan = explain(flash_attn_with_kvcache, q, k, v, cache_seqlens=seqlens, block_table=table)
     assert plan.kernel in names_of(arch, "bf16_d128_q16", "t4s3", "t3s3") and plan.num_splits == 0

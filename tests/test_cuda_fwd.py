@@ -2,6 +2,7 @@
 
 import math
 
+import flash_attn_2_cuda
 import pytest
 import torch
 from cases import BOTH, DENSE, PACKED, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
@@ -148,6 +149,14 @@ def test_what_v_holds_reaches_the_rows_that_see_it(window, d, dtype):
 SEEN = [{}, {"causal": True}, {"window": (90, 20)}, {"softcap": 30.0}]
 
 
+@pytest.fixture(params=(None, "any,sm80", "any"))
+def kernels(request):
+    flash_attn_2_cuda.set_cuda_kernels(request.param)
+    yield request.param
+    flash_attn_2_cuda.set_cuda_kernels(None)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
 def test_extremes_that_are_seen(d, dtype):
@@ -167,6 +176,7 @@ def test_extremes_that_are_seen(d, dtype):
             check_extremes(f"{name}, packed", out[rows], lse[:, rows], v, *found)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_extremes_that_are_seen_with_dropout(d, dtype):

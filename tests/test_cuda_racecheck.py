@@ -169,6 +169,12 @@ def test_no_hazards_where_all_lanes_arrive(tmp_path):
     check_all(PROBLEMS, tmp_path, PROGRAM)
 
 
+def test_no_hazards_in_prompts_where_all_lanes_arrive(tmp_path):
+    module_in(tmp_path)
+    let_all_lanes_arrive(tmp_path / "csrc" / "cuda")
+    check_all(WITH_CACHES, tmp_path, PROGRAM_WITH_CACHES, "any,fwd_sm90")
+
+
 def test_no_hazards_in_8_bits_where_all_lanes_arrive(tmp_path):
     package = Path(pytest.importorskip("flash_attn_3").__file__).parent
     shutil.copytree(package, tmp_path / "flash_attn_3", ignore=shutil.ignore_patterns("cuda"))

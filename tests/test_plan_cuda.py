@@ -58,7 +58,7 @@ int main(int argc, char **argv) {
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
         SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset)
         SET("stride_h", stride_h) SET("stride_b", stride_b) SET("k_batch", k_batch) SET("v_batch", v_batch)
-        SET("new", p.len_new)
+        SET("new", p.len_new) SET("page", p.page_size)
         SET("rotary", p.rotary_dim) SET("b", p.b) SET("h", p.h) SET("h_kv", p.h_kv) SET("len_kv", p.len_kv)
         SET("splits", p.num_splits) SET("margin", p.sm_margin) SET("chunk", p.attention_chunk) SET("empty", p.empty_lse)
         if (strncmp(name, "used_q=", 7) == 0) p.seqused_q = offsets;
@@ -76,7 +76,8 @@ int main(int argc, char **argv) {
         if (strncmp(name, "used=", 5) == 0) p.seqused_k = offsets;
         if (strncmp(name, "leftpad=", 8) == 0) p.leftpad_k = offsets;
         if (strncmp(name, "rows=", 5) == 0) p.cache_batch_idx = offsets, p.cache_rows = x;
-        if (strncmp(name, "pages=", 6) == 0) p.paged = true, p.block_table = offsets;
+        if (strncmp(name, "pages=", 6) == 0)
+            p.paged = true, p.block_table = offsets, p.num_pages = x, p.page_size = 64, p.block_table_cols = 2;
     }
     p.d = d, p.d_v = d_v ? d_v : d;
     p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
@@ -430,11 +431,20 @@ def test_sums_of_pieces_are_counted_in_32_bits(plan):
         ({"len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
         ({"len_q": 8, "d": 64, "dtype": 0}, "attn_decode_sm90_fp16_d64_q16"),
         ({"len_q": 9, "d": 72}, "attn_decode_sm90_bf16_d96_q32"),
-        ({"len_q": 32, "d": 136, "softcap": 5}, "attn_decode_sm90_bf16_d192_q64"),
+        ({"len_q": 32, "d": 136, "softcap": 5, "sms": 132}, "attn_decode_sm90_bf16_d192_q64"),
         ({"len_q": 33}, "attn_fwd_sm90_bf16_d128_q128kv128"),
-        ({"len_q": 32, "d": 256, "left": 5}, "attn_decode_sm90_bf16_d256_q32"),
-        ({"pages": 1}, "attn_decode_sm90_bf16_d128_q64"),
-        ({"new": 3, "right": 0}, "attn_decode_sm90_bf16_d128_q64"),
+        ({"len_q": 32, "d": 256, "left": 5, "sms": 132}, "attn_decode_sm90_bf16_d256_q32"),
+        ({"len_q": 32, "d": 256, "left": 5, "splits": 1, "h": 2}, "attn_fwd_sm90_bf16_d256_q128kv64_local"),
+        ({"pages": 8}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
+        ({"pages": 8, "splits": 2}, "attn_decode_sm90_bf16_d128_q64"),
+        ({"pages": 8, "len_q": 64, "sms": 132}, "attn_decode_sm90_bf16_d128_q64"),
+        ({"pages": 8, "len_q": 64, "sms": 132, "b": 80}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
+        ({"pages": 8, "len_q": 64, "packed": 1, "d": 256, "h": 64}, "attn_fwd_sm90_bf16_d256_q128kv64_varlen_cache"),
+        ({"pages": 8, "len_q": 63, "packed": 1, "d": 256, "h": 64}, "attn_decode_sm90_bf16_d256_q32"),
+        ({"pages": 8, "len_q": 64, "d": 64, "b": 80}, "attn_fwd_sm90_bf16_d64_q64kv64_cache"),
+        ({"pages": 8, "len_q": 512, "d": 64, "h": 16, "h_kv": 1}, "attn_fwd_sm90_bf16_d64_q256kv64_cache"),
+        ({"new": 3, "right": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_causal_cache"),
+        ({"used": 1, "len_q": 300, "alibi": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_score_cache"),
         ({"len_q": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q16"),
         ({"len_q": 1, "dropout": 0.5}, "attn_fwd_sm90_bf16_d128_q128kv128_dropout"),
         ({"len_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64"),
@@ -678,7 +688,15 @@ def test_clusters_where_there_are_few_heads(plan, numbers, cluster):
         ({"dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32", "it takes fp16 and bf16"),
         ({"dtype": 2, "d": 129}, "attn_fwd_any_fp32_d256_q64kv16", "it takes fp16 and bf16"),
         ({"pages": 1, "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32", "it takes fp16 and bf16"),
-        ({"new": 3, "d": 12}, "attn_fwd_any_bf16_d48_q128kv64", "it reads no KV cache"),
+        (
+            {"new": 3, "d": 12},
+            "attn_fwd_any_bf16_d48_q128kv64",
+            "it wants the cache to start at a multiple of 16 bytes",
+        ),
+        ({"pages": 8, "page": 12}, "attn_fwd_any_bf16_d128_q128kv64", "it wants pages of a multiple of 8 keys"),
+        ({"pages": 8, "leftpad": 1}, "attn_fwd_any_bf16_d128_q128kv64", "no left padding beside a block table"),
+        ({"pages": 8, "page": 2**30}, "attn_fwd_any_bf16_d128_q128kv64", "it counts keys of a KV cache up to 2^30"),
+        ({"pages": 8, "k_batch": 4}, "attn_fwd_any_bf16_d128_q128kv64", "strides that are multiples of 8 elements"),
         ({"d": 12}, "attn_fwd_any_bf16_d48_q128kv64", "a head dimension that is a multiple of 8"),
         ({"d": 255}, "attn_fwd_any_bf16_d256_q64kv64", "a head dimension that is a multiple of 8"),
         ({"stride": 4}, "attn_fwd_any_bf16_d128_q128kv64", "with strides that are multiples of 8 elements"),
@@ -847,6 +865,8 @@ def test_kernels_are_named_in_full(plan, backward):
     """Names are the names in the list of all kernels. Other tests compare that list with tiles.def."""
     names = {name for name, *_ in flash_attn_2_cuda.cuda_kernels()}
     options = [{}, {"right": 0}, {"left": 5}], [{}, {"packed": 1}], [{}, {"softcap": 1}], [{}, {"dropout": 0.1}]
+    if not backward:
+        options += ([{}, {"pages": 8}],)
     found = set()
     for d in (64, 96, 128, 192, 256):
         for chosen in product(*options):

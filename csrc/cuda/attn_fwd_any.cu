@@ -47,8 +47,11 @@ struct shared_memory {
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
 
-/* S becomes P = 2^(factor S - base), with base = factor max, and O is rescaled to a new maximum. base is rounded.
- * All scores of a row have the same base, so the rounding cancels in the quotient. lse adds the part that was
+constexpr float HEADROOM = factor::HEADROOM; /* the largest P of a row is 2^-HEADROOM */
+DEVICE float base_of(float max, float factor) { return __fmul_rn(max, factor) + HEADROOM; }
+
+/* S becomes P = 2^(factor S - base), with base = factor max + HEADROOM, and O is rescaled to a new maximum. base is
+ * rounded. All scores of a row have the same base, so the rounding cancels in the quotient. lse adds the part that was
  * rounded away. fmaxf ignores NaN, but NaN reaches the output through the sum. */
 DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4], row_state (&rows)[BLOCKS][2],
                          float factor) {
@@ -63,9 +66,9 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
 #pragma unroll
             for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
             largest = quad_max(largest);
-            const float scaled = __fmul_rn(largest, factor);
-            const float base = scaled == -INF ? 0 : scaled;            /* no key seen yet, or only scores of -inf */
-            rescale[m][half] = ex2(__fmul_rn(row.max, factor) - base); /* rounded like base, not fused */
+            const float raised = base_of(largest, factor);
+            const float base = raised == -INF ? 0 : raised; /* no key seen yet, or only scores of -inf */
+            rescale[m][half] = ex2(base_of(row.max, factor) - base); /* rounded like base, not fused */
             is_raised |= rescale[m][half] != 1;
             row.max = largest;
             if (fabsf(base) <= 0x1p24f) {
@@ -140,7 +143,8 @@ DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v,
     if (i >= s.len_q) return;
     const float base = __fmul_rn(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
     const bool is_empty = sum == 0 && base == -INF; /* no key seen, or only scores of -inf */
-    float lse = is_empty ? -INF : sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest) * LN_2;
+    const float lag = HEADROOM != 0 ? base_of(row.max, unit * LOG2_E) - base : 0; /* P is so much smaller, in log2 */
+    float lse = is_empty ? -INF : sum == 0 ? sum / sum : row.max * unit + (lg2(sum) - rest + lag) * LN_2;
 #if FLEX
     if (p.num_parts > 1) {
         const long long at = (((long long)part * p.b + s.b_idx) * p.h + head) * p.len_q + i;

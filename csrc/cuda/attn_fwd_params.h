@@ -21,6 +21,20 @@ typedef struct {
     long long stride_b, stride_h;
 } fa_attn_fwd_factors;
 
+/* A KV cache. Its maps have pages in place of sequences. A cache without pages has a page of `capacity` keys for each
+ * of its rows, and no block table. */
+typedef struct {
+    const int *block_table; /* [rows, ..] page numbers; NULL: page i is row i */
+    long long table_stride;
+    int rows, num_pages, page_size;
+    int capacity;                /* the most keys of a sequence */
+    int box;                     /* keys of one load: a divisor of BLOCK_KV, and with a block table of page_size */
+    const int *cache_batch_idx;  /* [b] the row of a sequence; NULL: its own number */
+    const int *leftpad_k;        /* [b] keys to pass over, not with a block table; NULL: none */
+    const int *cu_seqlens_k_new; /* [b + 1] new keys, of total_new; NULL: each sequence has len_new. Keys in use are */
+    int len_new, total_new;      /* those of seqused_k or cu_seqlens_k and the new ones, which lie behind them. */
+} fa_attn_fwd_cache;
+
 typedef struct {
     fa_tensor_map q, k, v, o;
 
@@ -32,7 +46,7 @@ typedef struct {
     int b, h, heads_per_kv, d_v;
     int len_q, len_kv;                      /* dense; packed: the bounds total_q and total_kv of every offset */
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
-    const int *seqused_k;                   /* [b] keys in use, packed only; NULL: all */
+    const int *seqused_k;                   /* [b] keys in use, packed or in a cache; NULL: all */
 
     int num_q_tiles;  /* dense: query tiles of one sequence */
     int num_tiles;    /* dense: num_q_tiles b h */
@@ -57,6 +71,7 @@ typedef struct {
 
     fa_attn_fwd_factors q_descale, k_descale, v_descale; /* attn_fwd_fp8_sm90 alone: of Q, K and V, in device memory */
     float *sums; /* attn_fwd_fp8_sm90 above 128 columns: BLOCK_Q rows of d columns for each CTA; NULL: no sums */
+    fa_attn_fwd_cache cache; /* with CACHE */
 } fa_attn_fwd_params;
 
 #endif

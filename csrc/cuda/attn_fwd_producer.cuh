@@ -1,5 +1,5 @@
-/* The two warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. The producer warp's
- * first thread loads Q, K and V by TMA. */
+/* The warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. The producer warp's first
+ * thread loads Q, K and V by TMA. With a KV cache all its lanes load Q and K, and another warp loads V. */
 #ifndef FA_ATTN_FWD_PRODUCER_CUH
 #define FA_ATTN_FWD_PRODUCER_CUH
 
@@ -63,6 +63,20 @@ DEVICE void load(element *dst, const fa_tensor_map *map, u64 *full, int row, int
         cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
 }
 
+/* The same for the keys of a key tile in a cache. Each lane loads the keys of its box. Whole warp. */
+template <int COLUMNS>
+DEVICE void load_boxes(const params &p, element *dst, const fa_tensor_map *map, u64 *full, const cached_keys &keys) {
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) mbarrier_arrive_expect_tx(full, BLOCK_KV * COLUMNS * element::BYTES);
+    __syncwarp();
+    if (lane * p.cache.box >= BLOCK_KV) return;
+    dst += lane * p.cache.box * CHUNK;
+#pragma unroll
+    for (int c = 0; c < COLUMNS / CHUNK; c++)
+        cp_async_bulk_tensor_load(dst + c * BLOCK_KV * CHUNK, map, full, c * CHUNK, keys.box.row, keys.head,
+                                  keys.box.page, L2_EVICT_LAST);
+}
+
 /* Where V is loaded to. NOTE: a template looks only at the members that its kernel has. */
 struct v_stage {
     element *dst;
@@ -75,7 +89,7 @@ template <class memory> DEVICE v_stage v_stage_of(memory &smem, int stage) {
         return {smem.v[stage], &smem.v_full[stage], &smem.v_empty[stage]};
 }
 
-/* The producer. One thread.
+/* The producer. One thread, and with a cache a warp.
  *
  * It asks for the next work tile when three key tiles of this one are left to load. A request when this tile begins
  * spoils the order of tiles, because other CTAs still choose: 10% at head_dim 256, causal. Where Q has a second place,
@@ -94,14 +108,22 @@ struct producer {
      * 16k). */
     loaded_walk walk{smem.entry_ring};
     int kv_origin = 0, kv_head = 0, kv_batch = 0;
+    cached_keys cached; /* with a cache: where the next K lies */
+
+    DEVICE bool is_leader() const { return !CACHE || threadIdx.x % 32 == 0; }
 
     DEVICE void load_k() {
         mbarrier_wait(&smem.k_empty[k.stage], k.parity ^ 1);
 #if FLEX
         smem.entries[k.stage] = walk.entry;
 #endif
-        load<BLOCK_KV, D_QK>(smem.k[k.stage], &p.k, &smem.k_full[k.stage], kv_origin + walk.key_tile() * BLOCK_KV,
-                             kv_head, kv_batch, L2_EVICT_LAST);
+        if (CACHE) {
+            load_boxes<D_QK>(p, smem.k[k.stage], &p.k, &smem.k_full[k.stage], cached);
+            cached.find_box(p, walk.key_tile() - 1);
+        } else {
+            load<BLOCK_KV, D_QK>(smem.k[k.stage], &p.k, &smem.k_full[k.stage], kv_origin + walk.key_tile() * BLOCK_KV,
+                                 kv_head, kv_batch, L2_EVICT_LAST);
+        }
         k.next();
     }
     DEVICE void load_v() {
@@ -115,13 +137,17 @@ struct producer {
     DEVICE void load_q() {
         const tile &t = smem.tiles[slots.stage];
         mbarrier_wait(&smem.q_empty[q.stage], q.parity ^ 1);
+        if (!is_leader()) return;
         if (t.has_rows())
             load<BLOCK_Q, D_QK>(smem.q[q.stage], &p.q, &smem.q_full[q.stage], t.q_origin + t.row, t.head, t.q_batch,
                                 L2_EVICT_FIRST);
         else
             mbarrier_arrive(&smem.q_full[q.stage]);
     }
-    DEVICE void want_tile() { mbarrier_arrive(&smem.tile_wanted); }
+    DEVICE void want_tile() {
+        if (CACHE) __syncwarp(); /* All lanes have waited for the last tile. */
+        if (is_leader()) mbarrier_arrive(&smem.tile_wanted);
+    }
     DEVICE void wait_tile() { mbarrier_wait(&smem.tile_found, found_parity), found_parity ^= 1; }
 
     /* K is needed one step before V of the same keys. So the loop runs one round longer than the walk. */
@@ -130,7 +156,7 @@ struct producer {
         for (; walk.next >= walk.bottom - 1; walk.take()) {
             if (walk.has_left(3)) want_tile();
             if (walk.has_next() && !(K_FIRST && walk.is_first())) load_k();
-            if (!walk.is_first()) load_v();
+            if (!CACHE && !walk.is_first()) load_v();
             if (Q_EARLY && walk.has_left(1)) wait_tile(), load_q();
         }
     }
@@ -142,11 +168,41 @@ struct producer {
             const tile &t = smem.tiles[slots.stage];
             walk.begin(t);
             kv_origin = t.kv_origin, kv_head = t.kv_head, kv_batch = t.kv_batch;
+            if (CACHE) cached.begin(p, t, walk.key_tile());
             if (K_FIRST && walk.has_next()) load_k();
             if (!Q_EARLY) load_q();
             if (t.command == END) break;
             if (t.command == REPORT) mbarrier_wait(&smem.all_done, 0);
             q.next(), slots.next();
+        }
+    }
+};
+
+/* With a cache: loads V. Like consumers it learns of work tiles from Q's mbarrier. Whole warp. */
+struct value_producer {
+    const params &p;
+    shared_memory &smem;
+
+    DEVICE void run() {
+        ring<Q_STAGES> q;
+        ring<V_STAGES> v;
+        ring<TILE_SLOTS> slots;
+        loaded_walk walk{smem.entry_ring};
+        cached_keys keys;
+        for (;; q.next(), slots.next()) {
+            __syncwarp(); /* All lanes have waited for the last tile. */
+            mbarrier_wait(&smem.q_full[q.stage], q.parity);
+            const tile &t = smem.tiles[slots.stage];
+            if (t.command == END) break;
+            walk.begin(t);
+            keys.begin(p, t, walk.key_tile());
+#pragma unroll 1
+            for (; walk.has_next(); walk.take()) {
+                mbarrier_wait(&smem.v_empty[v.stage], v.parity ^ 1);
+                load_boxes<D_V>(p, smem.v[v.stage], &p.v, &smem.v_full[v.stage], keys);
+                keys.find_box(p, walk.key_tile() - 1);
+                v.next();
+            }
         }
     }
 };

@@ -55,8 +55,8 @@ constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS / SPLIT;
 constexpr int OWN_KEYS = BLOCK_KV / SPLIT, OWN_COLUMNS = COLUMNS / SPLIT, N = OWN_KEYS / 8;
 constexpr int P_PITCH = BLOCK_KV + 8; /* like PITCH: eight rows begin in different groups of four banks */
 /* The maximum of a row has P = 2^-HEADROOM when it is found. It is raised before some P exceeds 2^MOST_LOG2. Numbers of
- * bf16 may be as large as floats, so there P is at most 1, and sums of P V stay floats. fp16 needs the range of P. */
-constexpr int LAG = 8, HEADROOM = element::HAS_RANGE_OF_FP32 ? LAG : 0, MOST_LOG2 = LAG - HEADROOM;
+ * bf16 may be as large as floats, so there P is at most 2^-16, and sums of P V stay floats. fp16 needs the range of P. */
+constexpr int LAG = 8, HEADROOM = (int)element::HEADROOM, MOST_LOG2 = LAG - HEADROOM;
 /* A step does not look for its maximum, and does its scores again if its sums turn out to be too large. K must still be
  * there. ALiBi raises the maximum in most steps, so scores that are not plain have the maximum first. */
 constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCORE;
@@ -354,7 +354,7 @@ DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][OWN
 DEVICE bool is_too_large(const float (&sums)[BLOCKS][2]) {
     bool is = false;
 #pragma unroll
-    for (int r = 0; r < 2 * BLOCKS; r++) is |= !(sums[r / 2][r % 2] <= 1 << MOST_LOG2);
+    for (int r = 0; r < 2 * BLOCKS; r++) is |= !(sums[r / 2][r % 2] <= __int_as_float((127 + MOST_LOG2) << 23));
     return is;
 }
 

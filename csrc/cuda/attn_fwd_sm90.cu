@@ -52,6 +52,9 @@
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL window, VARLEN packed sequences, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
 #endif
+#if !defined(CACHE)
+#error "variant: CACHE, keys in a KV cache: 0 or 1"
+#endif
 #ifndef KERNEL
 #define KERNEL attn_fwd_sm90
 #endif
@@ -343,8 +346,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (threadIdx.x == 0) producer{p, smem}.run();
+        if (CACHE ? warp == 0 : threadIdx.x == 0) producer{p, smem}.run();
         if (warp == 1) schedule_tiles(p, smem);
+        if (CACHE && warp == 2) value_producer{p, smem}.run();
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
         consume<consumer>(p, smem, wg - 1);

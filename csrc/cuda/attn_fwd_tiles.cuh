@@ -4,6 +4,7 @@
 #ifndef FA_ATTN_FWD_TILES_CUH
 #define FA_ATTN_FWD_TILES_CUH
 
+#include "attn_fwd_cache.cuh"
 #include "attn_fwd_mods.cuh"
 #include "packed.cuh"
 #include "sinks.cuh"
@@ -45,7 +46,7 @@ struct tile : tile_factors<element::BYTES>, listed_tile {
     int len_q, len_kv;
     int kv_begin, kv_end;    /* Some row sees a key of the key tiles at places kv_begin .. kv_end - 1. */
     int q_origin, q_batch;   /* the sequence's first row as a coordinate of the tensor maps of q and o, and its batch */
-    int kv_origin, kv_batch; /* the same for k and v */
+    int kv_origin, kv_batch; /* the same for k and v; in a cache the first key and the row */
     int kv_head;
     int lse_origin;    /* the sequence's first row in lse */
     u32 failed_strips; /* REPEAT: a bit for each row strip that failed */
@@ -64,7 +65,7 @@ DEVICE void set_no_tile(tile &t, tile_command command) {
 struct sequence_set {
     int first, begin, end; /* the first sequence; the set's tiles in the launch, of all heads: [begin, end) */
     int lane_begin[32], lane_tiles[32]; /* tiles of sequence first + lane */
-    span q[32], kv[32];                 /* where the sequence lies; keys beyond seqused_k are left out */
+    span q[32], kv[32];                 /* where the sequence lies; keys that are not in use are left out */
 };
 
 /* Packed: the queries of a sequence that are in use. */
@@ -72,6 +73,13 @@ DEVICE span queries_of(const params &p, int b_idx) {
     span q = span_at(p.cu_seqlens_q, b_idx, p.len_q);
     if (p.seqused_q) q.len = clamp(p.seqused_q[b_idx], 0, q.len);
     return q;
+}
+
+/* Packed, or in a cache: the keys of a sequence that are in use. */
+DEVICE span keys_of_sequence(const params &p, int b_idx) {
+    if (CACHE) return keys_in_cache(p, b_idx);
+    const span kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
+    return {kv.begin, p.seqused_k ? clamp(p.seqused_k[b_idx], 0, kv.len) : kv.len};
 }
 
 /* Packed: the number of tiles of one head, over all sequences. Whole warp. */
@@ -92,10 +100,10 @@ DEVICE void move_to_tile(const params &p, sequence_set &set, int idx) {
         const int b_idx = first + lane;
         int len = -1, my_begin = begin, my_tiles = 0;
         if (b_idx < p.b) {
-            const span q = queries_of(p, b_idx), kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
-            len = p.seqused_k ? clamp(p.seqused_k[b_idx], 0, kv.len) : kv.len;
+            const span q = queries_of(p, b_idx), kv = keys_of_sequence(p, b_idx);
+            len = kv.len;
             my_tiles = p.h * ceil_div(q.len, BLOCK_Q);
-            set.q[lane] = q, set.kv[lane] = {kv.begin, len};
+            set.q[lane] = q, set.kv[lane] = kv;
         }
 #pragma unroll 1
         for (int i = 0; i < 32; i++) {
@@ -128,6 +136,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
         if (is_leader) {
             t.q_origin = p.len_q - len_q, t.q_batch = q.begin + len_q, t.lse_origin = q.begin;
             t.kv_origin = p.len_kv - len_kv, t.kv_batch = kv.begin + len_kv;
+            if (CACHE) t.kv_origin = kv.begin, t.kv_batch = cache_row(p, b_idx);
         }
     }
     int q_tile, head;
@@ -143,6 +152,11 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     if (!VARLEN) { /* head has counted over the whole batch. */
         b_idx = head / p.h, head -= b_idx * p.h;
         if (is_leader) t.q_origin = t.lse_origin = t.kv_origin = 0, t.q_batch = t.kv_batch = b_idx;
+        if (CACHE) {
+            const span kv = keys_of_sequence(p, b_idx);
+            len_kv = kv.len;
+            if (is_leader) t.kv_origin = kv.begin, t.kv_batch = cache_row(p, b_idx);
+        }
     }
     if (is_leader) {
 #if FLEX

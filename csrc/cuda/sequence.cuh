@@ -1,6 +1,6 @@
 /* This file does the work of ../sequence.h on the GPU and finds the place of sequence i of a problem. The index
  * arrays may hold any value, but every place lies within the tensors. Offsets and lengths are clamped to the
- * existing rows, and page numbers are clamped to the pages.
+ * existing rows, and a page number that no page has counts as the last page's.
  *
  * Kernels with OF_3 know what flash-attn 3 adds to the lengths and to the mask. */
 #ifndef FA_SEQUENCE_CUH
@@ -66,7 +66,7 @@ DEVICE long long cache_offset(const fa_cuda_problem &p, const fa_cuda_view &kv, 
                               int head_kv) {
     long long batch = s.kv_batch;
     if (p.paged) {
-        batch = clamp(s.pages[row / p.page_size], 0, p.num_pages - 1);
+        batch = min((u32)s.pages[row / p.page_size], (u32)p.num_pages - 1);
         row %= p.page_size;
     }
     return batch * kv.stride_b + row * kv.stride_row + head_kv * kv.stride_h;

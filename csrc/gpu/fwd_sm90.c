@@ -1,5 +1,6 @@
 /* Launches the forward on Hopper: fills the parameters of attn_fwd_sm90 or attn_fwd_fp8_sm90, and launches the
  * kernel. */
+#include "append.h"
 #include "launch.h"
 #include "launchers.h"
 #include "map.h"
@@ -12,6 +13,7 @@
 
 #include "cuda/attn_fwd_params.h"
 #include "flex/flex.h"
+#include "plan/gpu_problem.h"
 
 static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     const fa_problem *p = call->problem;
@@ -53,6 +55,26 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
 }
 
+/* A cache that has no row or no page has no key to read. */
+static fa_attn_fwd_cache cache_of(const fa_problem *p, int box) {
+    const fa_cache_pages pages = fa_cache_pages_of(p);
+    const bool is_empty = pages.num == 0 || pages.capacity == 0;
+    return (fa_attn_fwd_cache){
+        .block_table = is_empty ? NULL : p->block_table,
+        .table_stride = p->block_table_stride,
+        .rows = (int)p->cache_rows,
+        .num_pages = (int)pages.num,
+        .page_size = (int)pages.size,
+        .capacity = is_empty ? 0 : (int)pages.capacity,
+        .box = box,
+        .cache_batch_idx = is_empty ? NULL : p->cache_batch_idx,
+        .leftpad_k = p->leftpad_k,
+        .cu_seqlens_k_new = p->cu_seqlens_k_new,
+        .len_new = (int)p->len_new,
+        .total_new = (int)p->total_new,
+    };
+}
+
 /* The shape of a kernel's tiles: columns of the boxes that TMA loads, and of the boxes of O that it stores. */
 typedef struct {
     int wgs, block_kv, columns, columns_o;
@@ -65,10 +87,17 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
     const bool packed = features & FA_VARLEN;
     fill_scalars(call, a);
 
-    const fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile.wgs, tile.columns, packed, p->d};
-    const fa_box box_k = {tile.block_kv, tile.columns, packed, p->d};
-    const fa_box box_v = {tile.block_kv, tile.columns, packed, p->d_v}, box_o = {16, tile.columns_o, packed, p->d_v};
-    const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
+    fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile.wgs, tile.columns, packed, p->d, p->b}, box_o = box_q;
+    fa_box box_k = {tile.block_kv, tile.columns, packed, p->d, p->b};
+    int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
+    if (features & FA_CACHE) {
+        const fa_cache_pages pages = fa_cache_pages_of(p);
+        box_k = (fa_box){fa_cache_box(p, tile.block_kv), tile.columns, false, p->d, pages.num};
+        rows_kv = pages.size;
+        a->cache = cache_of(p, box_k.rows);
+    }
+    fa_box box_v = box_k;
+    box_v.d = box_o.d = p->d_v, box_o.rows = 16, box_o.columns = tile.columns_o;
     fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a->q, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a->k, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a->v, err);
@@ -86,9 +115,17 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
 fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_fwd_sm90_columns *tile = fa_fwd_sm90_row(call->plan->gpu.row);
     const int columns = tile->d % 64 == 0 && tile->d_v % 64 == 0 ? 64 : 32;
-    fa_attn_fwd_params a;
-    if (call->plan->gpu.num_ctas == 0) return FA_OK; /* without queries there is nothing to write */
-    return launch_forward(call, (tile_shape){tile->wgs, tile->block_kv, columns, columns}, &a, err);
+    const tile_shape shape = {tile->wgs, tile->block_kv, columns, columns};
+    fa_attn_fwd_params a = {0};
+    fa_status status = call->plan->gpu.features & FA_CACHE ? fa_cuda_append(call, call->workspace, err) : FA_OK;
+    if (status != FA_OK || call->plan->gpu.num_ctas == 0) return status; /* no query: nothing to write */
+    if (!call->problem->rotary_cos) return launch_forward(call, shape, &a, err);
+    fa_problem rotated = *call->problem;
+    fa_cuda_call with_rotated = *call;
+    const int64_t row = rotated.h * rotated.d;
+    rotated.q = (fa_view){call->workspace, rotated.cu_seqlens_q ? 0 : rotated.len_q * row, row, rotated.d};
+    with_rotated.problem = &rotated;
+    return launch_forward(&with_rotated, shape, &a, err);
 }
 
 static fa_attn_fwd_factors factors_of(const fa_descale *f) {

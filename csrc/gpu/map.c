@@ -38,7 +38,7 @@ static description describe(const fa_problem *p, const fa_view *t, int64_t num_r
     const uint64_t row_bytes = (uint64_t)t->stride_row * bytes;
     description of = {
         .base = t->data,
-        .size = {(uint64_t)box.d, rows, (uint64_t)num_heads, (uint64_t)p->b},
+        .size = {(uint64_t)box.d, rows, (uint64_t)num_heads, (uint64_t)box.batches},
         .stride_bytes = {row_bytes, (uint64_t)t->stride_h * bytes, (uint64_t)t->stride_b * bytes},
         .columns = (uint32_t)box.columns,
         .rows = (uint32_t)box.rows,
@@ -47,7 +47,7 @@ static description describe(const fa_problem *p, const fa_view *t, int64_t num_r
                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     };
     /* The driver describes no empty tensor. No kernel reads a tile of an empty tensor, so any memory will do. */
-    if (rows == 0) {
+    if (rows == 0 || box.batches == 0) {
         of.base = p->q.data ? p->q.data : p->k.data;
         of.size[1] = of.size[2] = of.size[3] = 1;
     } else if (box.packed) {

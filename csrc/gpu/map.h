@@ -10,7 +10,8 @@
 typedef struct {
     int rows, columns;
     bool packed;
-    int64_t d; /* columns of the tensor */
+    int64_t d;       /* columns of the tensor */
+    int64_t batches; /* sequences, or pages of a cache */
 } fa_box;
 
 /* Describes a tensor to TMA. num_rows counts the rows of a sequence, or of the packed tensor. */

@@ -119,13 +119,33 @@ static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_p
     if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
 }
 
+/* Would attn_fwd_sm90 compute the queries of a cache faster? Its tiles have 128 queries of one head, and a launch takes
+ * as long as whole rounds of tiles on all multiprocessors. This kernel divides its tiles of 64 rows into equal shares,
+ * but such a tile takes as long as `cost` tiles of the other kernel (cuda/measurements/decode.md, Prompts). The choice
+ * for num_splits = 1 does not depend on the batch. */
+static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, const fa_plan *plan) {
+    enum { QUERIES = 128, FEW_ROWS = 16, FEW_QUERIES = 64 };
+    const double cost = p->d <= 64 ? 2 : p->d <= 128 ? 2.5 : 5; /* of 64 rows */
+    const int64_t group = p->h / p->h_kv, block_q = plan->block_q, sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1;
+    const bool packed = p->cu_seqlens_q != NULL;
+    const int64_t batches = packed ? 1 : p->b;
+    const int64_t others = p->h * (packed ? p->total_q / QUERIES + p->b : ceil_div(p->len_q, QUERIES));
+    const int64_t mine = p->h_kv * (packed ? p->total_q * group / block_q + p->b : ceil_div(p->len_q * group, block_q));
+    const double mine_cost = (double)(mine * block_q) / 64 * cost;
+    if (p->len_q * group <= FEW_ROWS || (packed && p->total_q < FEW_QUERIES * p->b)) return false;
+    return p->num_splits == 1 ? (double)others < mine_cost
+                              : (double)(ceil_div(batches * others, sms) * sms) < (double)batches * mine_cost;
+}
+
 /* Would other kernels compute the queries faster? Their tiles have 128 queries of one head, which read the keys fewer
  * times. They are slower if most rows of their tiles would be empty, or if their tiles would not fill the GPU. A tile
  * of this kernel takes as long as 64 of their rows, also if it has 32 rows (cuda/measurements/sm80.md, Prompts). */
-static bool is_prompt(const fa_problem *p, const fa_machine *machine, const fa_plan *plan) {
+static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_id id, const fa_plan *plan) {
     enum { QUERIES = 128, ROWS_OF_A_TILE = 64 };
     const int64_t rows = p->len_q * (p->h / p->h_kv), others = p->h * ceil_div(p->len_q, QUERIES);
-    return !p->cu_seqlens_q && p->num_splits <= 1 && rows > plan->block_q &&
+    if (p->num_splits > 1) return false;
+    if (id == FA_DECODE_SM90 && !fa_why_not_cache_of_sm90(p)) return is_prompt_of_sm90(p, machine, plan);
+    return !p->cu_seqlens_q && rows > plan->block_q &&
            others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
            p->b * others * 4 >= (int64_t)machine->gpu_sms * 3;
 }
@@ -170,7 +190,7 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     plan->gpu.features = fa_dtype_feature(p->dtype);
     plan->block_q = 16 * t->warps_q;
     plan->block_kv = FA_DECODE_WARP_KEYS(t->d, t->warps_q) * t->warps_q * t->teams;
-    NEEDS(id == FA_DECODE_SM90 || !is_prompt(p, machine, plan), "other kernels compute so many queries faster");
+    NEEDS(!is_prompt(p, machine, id, plan), "other kernels compute so many queries faster");
 
     const int64_t capacity = packed_keys ? p->total_kv : p->paged ? p->block_table_cols * p->page_size : p->len_kv;
     const int64_t tiles = capacity > 0 ? ceil_div(capacity, plan->block_kv) : 1;

@@ -5,6 +5,7 @@
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
+#include "sequence.h"
 
 static int64_t round_up(int64_t x, int64_t y) { return (x + y - 1) / y * y; }
 
@@ -65,10 +66,14 @@ void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
 
 const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { WIDEST = 256, MOST_WALKS_BYTES = 256 << 20 };
-    const unsigned features = fa_cuda_features(p) | (fa_has_mods(p) ? FA_FLEX : 0u);
-    const unsigned wanted = features & (FA_ALL_FEATURES | FA_FLEX);
+    const bool reads_cache = fa_reads_cache(p);
+    const unsigned features = fa_cuda_features(p) | (reads_cache ? FA_CACHE : 0u) | (fa_has_mods(p) ? FA_FLEX : 0u);
+    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_FLEX);
     const bool packed = p->cu_seqlens_q != NULL;
-    const char *why = fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q);
+    const int64_t batches = packed ? 1 : p->b;
+    const char *why =
+        fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q | (reads_cache ? FA_MIXED | FA_OTHER_NEW : 0));
+    if (!why && reads_cache) why = fa_why_not_cache_of_sm90(p);
     if (!why && fa_prefers_key_parts(p)) why = "a generic kernel cuts the many keys of the few queries into parts";
     if (!why && p->flex) why = fa_why_not_mods_of_sm90(p, sizeof(fa_attn_fwd_params));
     if (why) return why;
@@ -76,16 +81,14 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
     NEEDS(p->h > 0, "it wants a query head");
     NEEDS(p->softcap <= FA_HOPPERS_SOFTCAP, FA_SOFTCAP_REASON);
-    NEEDS(!p->paged, "it reads no block_table");
-    NEEDS(!p->leftpad_k && !p->cache_batch_idx && !p->k_new.data && !p->rotary_cos && (!p->seqused_k || packed),
-          "it reads no KV cache");
     NEEDS(!p->wants_s_dmask, "it does not return the attention probabilities");
     NEEDS(!p->seqused_q || packed, "it reads seqused_q beside cu_seqlens_q only");
     NEEDS(p->d % 8 == 0 && p->d_v % 8 == 0, "it wants a head dimension that is a multiple of 8, of v too");
     NEEDS(p->d <= WIDEST && p->d_v <= WIDEST, "it has no tile for this head dimension");
-    NEEDS(fa_suits_tma(p, &p->q, p->total_q, p->h, packed) && fa_suits_tma(p, &p->k, p->total_kv, p->h_kv, packed) &&
-              fa_suits_tma(p, &p->v, p->total_kv, p->h_kv, packed) &&
-              (!p->o.data || fa_suits_tma(p, &p->o, p->total_q, p->h, packed)),
+    NEEDS(fa_suits_tma(p, &p->q, batches, p->total_q, p->h) &&
+              (reads_cache || (fa_suits_tma(p, &p->k, batches, p->total_kv, p->h_kv) &&
+                               fa_suits_tma(p, &p->v, batches, p->total_kv, p->h_kv))) &&
+              (!p->o.data || fa_suits_tma(p, &p->o, batches, p->total_q, p->h)),
           "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
     NEEDS(fa_counts_in_32_bits(p, packed) && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
           "the problem has more rows than 2^30, or more tiles than 2^31");
@@ -119,6 +122,7 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->gpu.family = FA_FWD_SM90;
     plan->gpu.row = row;
     plan->gpu.features = features;
+    if (reads_cache) plan->workspace_bytes = fa_rotated_q_bytes(p);
     plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_sm90_row(row)->wgs;
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
     if (features & FA_FLEX) {

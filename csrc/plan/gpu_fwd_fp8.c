@@ -8,6 +8,7 @@
 const char *fa_plan_fwd_fp8_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const unsigned features = fa_cuda_features(p);
     const bool packed = p->cu_seqlens_q != NULL;
+    const int64_t batches = packed ? 1 : p->b;
     NEEDS(p->dtype == FA_E4M3, "it takes float8_e4m3fn");
     const char *why = fa_why_not_of_3(p, FA_E4M3_IN | FA_CHUNKS | FA_USED_Q);
     if (why) return why;
@@ -21,8 +22,8 @@ const char *fa_plan_fwd_fp8_sm90(const fa_problem *p, const fa_machine *machine,
     NEEDS(!p->wants_s_dmask, "it does not return the attention probabilities");
     NEEDS(!p->seqused_q || packed, "it reads seqused_q beside cu_seqlens_q only");
     NEEDS(p->d % 16 == 0, "it wants a head dimension that is a multiple of 16");
-    NEEDS(fa_suits_tma(p, &p->q, p->total_q, p->h, packed) && fa_suits_tma(p, &p->k, p->total_kv, p->h_kv, packed) &&
-              fa_suits_tma(p, &p->v, p->total_kv, p->h_kv, packed),
+    NEEDS(fa_suits_tma(p, &p->q, batches, p->total_q, p->h) && fa_suits_tma(p, &p->k, batches, p->total_kv, p->h_kv) &&
+              fa_suits_tma(p, &p->v, batches, p->total_kv, p->h_kv),
           "it wants q, k and v to start at multiples of 16 bytes, with strides that are multiples of 16 elements");
     NEEDS(!p->o.data || ((uintptr_t)p->o.data % 16 == 0 && p->o.stride_row % 8 == 0 && p->o.stride_h % 8 == 0 &&
                          p->o.stride_b % 8 == 0),

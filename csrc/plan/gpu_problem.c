@@ -291,21 +291,56 @@ void fa_plan_mods(const fa_problem *p, fa_plan *plan) {
     plan->gpu.mods = fa_mods_hash(&mods);
 }
 
+bool fa_reads_cache(const fa_problem *p) {
+    const bool packed = p->cu_seqlens_q != NULL;
+    return p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data || p->rotary_cos ||
+           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
+}
+
+fa_cache_pages fa_cache_pages_of(const fa_problem *p) {
+    if (p->paged) return (fa_cache_pages){p->num_pages, p->page_size, p->block_table_cols * p->page_size};
+    return (fa_cache_pages){p->cache_rows > p->b ? p->cache_rows : p->b, p->len_kv, p->len_kv};
+}
+
+int fa_cache_box(const fa_problem *p, int block_kv) {
+    int64_t box = block_kv, rest = p->paged ? p->page_size : 0;
+    while (rest != 0) {
+        const int64_t next = box % rest;
+        box = rest, rest = next;
+    }
+    return (int)box;
+}
+
+const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
+    enum { SWIZZLED_ROWS = 8, MOST = 1 << 30 }; /* rows of a box after which TMA's pattern repeats */
+    const fa_cache_pages pages = fa_cache_pages_of(p);
+    NEEDS(!p->flex, "it takes no mod and no block mask beside a KV cache");
+    NEEDS(!(p->paged && p->leftpad_k), "it takes no left padding beside a block table");
+    NEEDS(fa_cache_box(p, 32) % SWIZZLED_ROWS == 0, "it wants pages of a multiple of 8 keys");
+    NEEDS(pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
+              p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,
+          "it counts keys of a KV cache up to 2^30");
+    NEEDS(fa_suits_tma(p, &p->k, pages.num, pages.size, p->h_kv) &&
+              fa_suits_tma(p, &p->v, pages.num, pages.size, p->h_kv),
+          "it wants the cache to start at a multiple of 16 bytes, with strides that are multiples of 8 elements");
+    return NULL;
+}
+
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {
     if (plan->num_ruled_out == FA_MAX_RULED_OUT) return;
     plan->ruled_out[plan->num_ruled_out++] = (fa_ruled_out){kernel, reason};
 }
 
-bool fa_suits_tma(const fa_problem *p, const fa_view *t, int64_t num_rows, int64_t num_heads, bool packed) {
+bool fa_suits_tma(const fa_problem *p, const fa_view *t, int64_t num_batches, int64_t num_rows, int64_t num_heads) {
     const int64_t elements = 16 / (int64_t)fa_dtype_bytes(p->dtype);
     /* The stride of a dimension with one element does not matter. */
     return (uintptr_t)t->data % 16 == 0 && (num_rows <= 1 || t->stride_row % elements == 0) &&
-           (num_heads <= 1 || t->stride_h % elements == 0) && (packed || p->b <= 1 || t->stride_b % elements == 0);
+           (num_heads <= 1 || t->stride_h % elements == 0) && (num_batches <= 1 || t->stride_b % elements == 0);
 }
 
 static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {
-    return !t->data ||
-           fa_suits_tma(p, t, is_query ? p->total_q : p->total_kv, is_query ? p->h : p->h_kv, p->cu_seqlens_q != NULL);
+    return !t->data || fa_suits_tma(p, t, p->cu_seqlens_q ? 1 : p->b, is_query ? p->total_q : p->total_kv,
+                                    is_query ? p->h : p->h_kv);
 }
 
 bool fa_suits_16_bytes(const fa_problem *p) {

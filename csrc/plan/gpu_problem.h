@@ -121,11 +121,28 @@ const char *fa_why_not_blocks(const fa_problem *problem);
 /* Notes in the plan which functions the kernels of a problem have. */
 void fa_plan_mods(const fa_problem *problem, fa_plan *plan);
 
+/* Do the keys lie in a KV cache, whose lengths only the GPU knows? */
+bool fa_reads_cache(const fa_problem *problem);
+
+/* The pages of a KV cache: their number, the keys of a page, and the keys that a sequence has room for. A cache without
+ * a block table has a page for each of its rows. */
+typedef struct {
+    int64_t num, size, capacity;
+} fa_cache_pages;
+fa_cache_pages fa_cache_pages_of(const fa_problem *problem);
+
+/* The most keys of a key tile that one load of TMA can bring: a load must not cross the end of a page. */
+int fa_cache_box(const fa_problem *problem, int block_kv);
+
+/* Why can Hopper's forward not read the problem's KV cache? NULL: it can. */
+const char *fa_why_not_cache_of_sm90(const fa_problem *problem);
+
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
 
-/* Can TMA walk over the tensor? TMA needs addresses and strides that are multiples of 16 bytes.
- * num_rows counts the rows of all sequences. packed: the sequences' rows follow each other. */
-bool fa_suits_tma(const fa_problem *problem, const fa_view *tensor, int64_t num_rows, int64_t num_heads, bool packed);
+/* Can TMA walk over the tensor? TMA needs addresses and strides that are multiples of 16 bytes. A packed tensor is one
+ * batch. num_rows counts the rows of all batches. */
+bool fa_suits_tma(const fa_problem *problem, const fa_view *tensor, int64_t num_batches, int64_t num_rows,
+                  int64_t num_heads);
 
 /* Does this hold for all tensors of a backward, and for its gradients? */
 bool fa_suits_16_bytes(const fa_problem *problem);

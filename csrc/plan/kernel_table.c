@@ -51,7 +51,7 @@ const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_
  * row serves the same features, its steps have at least as many rows and keys, and a step costs no more. Short
  * sequences prefer steps of 64 keys, so a row with such steps is beaten only by another row with such steps. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
-    const unsigned wanted = features & FA_ALL_FEATURES;
+    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE);
     if (features & FA_FLEX) return false; /* the functions of a call belong to such a kernel */
     const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
     for (int i = 0; i < row; i++) {
@@ -312,7 +312,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define STEP_FILES \
     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh", "sinks.cuh"
 #define WORK_FILES "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
-#define FEED_FILES "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", WORK_FILES
+#define FEED_FILES "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", "attn_fwd_cache.cuh", WORK_FILES
 #define FWD_FILES  "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
@@ -334,7 +334,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, PROBLEM_FILES),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
-                     .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
+                     .knows = FA_ALL_FEATURES | FA_CACHE | FA_FLEX | FA_IN_BF16,
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses,

@@ -13,7 +13,7 @@
         X(LOCAL, 2, "_local"),      /* any other window */                                                    \
         X(VARLEN, 4, "_varlen"),    /* packed sequences */                                                    \
         X(SCORE, 8, "_score"),      /* softcap, ALiBi, or a scale that is not positive, or no normal float */ \
-        X(PAGED, 128, "_paged"),    /* keys lie in pages of a block table */                                  \
+        X(CACHE, 128, "_cache"),    /* keys lie in a KV cache, in pages or in rows of their own */            \
         X(DROPOUT, 16, "_dropout"), /* dropout of the probabilities */                                        \
         X(OF_3, 512, "_of3"),       /* generic kernels: what flash-attn 3 adds */                             \
         X(FLEX, 1024, "_flex")      /* programmable attention (flex/flex.h) */

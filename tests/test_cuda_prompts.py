@@ -1,0 +1,185 @@
+"""Prompts over KV caches on Hopper: many queries, whose keys attn_fwd_sm90 reads from pages or from rows of a cache.
+test_cuda_decode.py runs its tests with this kernel, too."""
+
+import math
+import random
+
+import flash_attn_2_cuda
+import pytest
+import torch
+from compare import check, check_lse, largest, size_of_values
+from harness_cuda import no_hopper, poisoned_repeats
+from harness_kvcache import Cache, run
+from oracle import attention
+from poison import REPEATS
+
+from flash_attn import explain, flash_attn_varlen_func, flash_attn_with_kvcache
+
+pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
+
+
+@pytest.fixture(autouse=True)
+def only_the_forward():
+    flash_attn_2_cuda.set_cuda_kernels("any,fwd_sm90")
+    yield
+    flash_attn_2_cuda.set_cuda_kernels(None)
+
+
+def random_prompt(seed):
+    """More than a tile of queries. TMA reads pages of multiples of 8 keys. Some end inside a key tile."""
+    r = random.Random(seed)
+    b, len_new = r.randint(1, 4), r.choice((0, 0, 1, 70, 300))
+    h_kv, group = r.choice(((1, 4), (2, 1), (3, 2)))
+    len_q = len_new if len_new > 1 and r.random() < 0.7 else r.choice((64, 129, 200, 300))
+    capacity = r.choice((320, 500, 700))
+    page = r.choice((0, 0, 1, 5, 8, 12, 16, 24, 64, 80, 128, 256))
+    return Cache(
+        len_q, tuple(r.randint(0, capacity - len_new) for _ in range(b)), capacity, len_new, h_kv * group, h_kv,
+        r.choice((32, 64, 72, 96, 128, 192, 256)), r.choice(("bf16", "fp16")), page,
+        r.choice((0.0, 0.5, 1.0)) if len_new else 0.0, r.random() < 0.5, r.random() < 0.3,
+        r.random() < 0.3, r.random() < 0.6, r.choice(((-1, -1), (-1, -1), (100, -1), (30, 5))),
+        r.choice((0.0, 0.0, 7.0)), r.choice(("", "", "h", "bh")), r.choice((0, 1)), b,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_prompts(seed):
+    run(random_prompt(seed), "cuda")
+
+
+def pages_of(lengths, page, h_kv, d, dtype=torch.bfloat16):
+    """Pages at random, and the block table. Beyond the lengths the table names no page."""
+    columns = -(-max(lengths) // page)
+    table = torch.randperm(len(lengths) * columns).view(len(lengths), columns).to(torch.int32)
+    for row, length in zip(table, lengths):
+        row[-(-length // page) :] = -1
+    pool = [torch.randn(len(lengths) * columns, page, h_kv, d).to(dtype) for _ in range(2)]
+    return pool, table
+
+
+def keys_of(pool, table, length):
+    return [x[table[: -(-length // x.shape[1])].long()].flatten(0, 1)[:length] for x in pool]
+
+
+@pytest.mark.parametrize("page", (1, 8, 12, 16, 48, 64, 256))
+@pytest.mark.parametrize(
+    ("d", "dtype"), ((64, torch.bfloat16), (96, torch.float16), (128, torch.bfloat16), (256, torch.float16))
+)
+@pytest.mark.parametrize("causal", (False, True))
+def test_packed_prompts_over_pages(page, d, dtype, causal):
+    """Long and short prompts, one token, none, more queries than keys, and no key."""
+    torch.manual_seed(0)
+    len_q, len_kv, h, h_kv = (300, 1, 0, 150, 64, 5), (600, 333, 100, 90, 64, 0), 4, 2
+    pool, table = pages_of(len_kv, page, h_kv, d, dtype)
+    q = torch.randn(sum(len_q), h, d).to(dtype)
+    cu_q, cu_k = (torch.tensor((0, *torch.tensor(x).cumsum(0)), dtype=torch.int32) for x in (len_q, len_kv))
+    call = (q.cuda(), *(x.cuda() for x in pool), cu_q.cuda(), cu_k.cuda(), max(len_q), max(len_kv))
+    options = {"causal": causal, "block_table": table.cuda()}
+    assert explain(flash_attn_varlen_func, *call, **options).kernel.startswith("attn_fwd_sm90_") == (page % 8 == 0)
+    out, lse, _ = flash_attn_varlen_func(*call, return_attn_probs=True, **options)
+    for n, (rows, keys) in enumerate(zip(len_q, len_kv)):
+        at = slice(int(cu_q[n]), int(cu_q[n + 1]))
+        k, v = keys_of(pool, table[n], keys)
+        ref, ref_lse = attention(*(x.double() for x in (q[at], k, v)), causal=causal)
+        plain, _ = attention(q[at], k, v, causal=causal)
+        _, plain_lse = attention(*(x.float() for x in (q[at], k, v)), causal=causal)
+        if rows:
+            check("out", out[at].cpu(), ref, plain, scale=max(largest(ref), size_of_values(v)) if keys else None)
+            check_lse(lse[:, at].cpu(), ref_lse, plain_lse, dtype)
+
+
+@pytest.mark.parametrize("page", (0, 1, 16, 64))
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_pages_give_the_bits_of_packed_keys(d, page):
+    """The keys come in other pieces, and nothing else differs. Unused keys of the cache are NaN, and no row sees them.
+    NOTE: with NaN a tile is repeated, in another order of its sums. So the bits are compared without NaN."""
+    torch.manual_seed(0)
+    lengths, h, h_kv = (1000, 700, 128), 8, 2
+    q = torch.randn(3, 300, h, d, device="cuda", dtype=torch.bfloat16)
+    size = page or 1024
+    pool, table = pages_of(lengths, size, h_kv, d)
+    if not page:
+        table = torch.arange(3, dtype=torch.int32)[:, None]
+    pool = [x.cuda() for x in pool]
+    k, v = (torch.cat(x) for x in zip(*(keys_of(pool, table[n].cuda(), lengths[n]) for n in range(3))))
+    cu_q, cu_k = (
+        torch.tensor((0, *torch.tensor(x).cumsum(0)), dtype=torch.int32).cuda() for x in ((300,) * 3, lengths)
+    )
+    want = flash_attn_varlen_func(q.flatten(0, 1), k, v, cu_q, cu_k, 300, max(lengths), causal=True)
+    options = {"block_table": table.cuda()} if page else {}
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    got = flash_attn_with_kvcache(q, *pool, cache_seqlens=seqlens, causal=True, **options)
+    torch.testing.assert_close(got.flatten(0, 1), want, atol=1e-2, rtol=1e-2)
+    again = flash_attn_with_kvcache(q, *pool, cache_seqlens=seqlens, causal=True, **options)
+    assert torch.equal(again, got)
+    for n in range(3):
+        for x in pool:
+            rows = x.view(-1, size, h_kv, d)[int(table[n, lengths[n] // size])] if lengths[n] % size else None
+            if rows is not None:
+                rows[lengths[n] % size :] = math.nan
+    spoilt = flash_attn_with_kvcache(q, *pool, cache_seqlens=seqlens, causal=True, **options)
+    torch.testing.assert_close(spoilt, got, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("page", (0, 1, 16, 256))
+def test_repeats_write_every_row(page):
+    torch.manual_seed(0)
+    lengths = (900, 0, 3, 650)
+    pool, table = pages_of(lengths, page or 900, 2, 128)
+    options = {"block_table": table.cuda()} if page else {}
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    q = torch.randn(4, 333, 8, 128, device="cuda", dtype=torch.bfloat16)
+    pool = [x.cuda() for x in pool]
+    for window in ((-1, -1), (100, 0)):
+        poisoned_repeats(
+            lambda window=window: flash_attn_with_kvcache(
+                q, *pool, cache_seqlens=seqlens, return_softmax_lse=True, window_size=window, **options
+            ),
+            REPEATS,
+        )
+
+
+@pytest.mark.parametrize("page", (0, 1, 16))
+def test_graph_replay_while_lengths_grow(page):
+    """The append, the rotation and the prompt are captured once. Lengths, table and values change in place."""
+    torch.manual_seed(0)
+    pool, table = pages_of((1024,) * 3, page or 1024, 2, 64)
+    k, v, table = (x.cuda() for x in (*pool, table))
+    seqlens = torch.zeros(3, dtype=torch.int32, device="cuda")
+    q = torch.randn(3, 200, 4, 64, device="cuda", dtype=torch.bfloat16)
+    new = [torch.randn(3, 200, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    turns = [torch.rand(1024, 32, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    options = {"cache_seqlens": seqlens, "causal": True} | ({"block_table": table} if page else {})
+
+    def call():
+        return flash_attn_with_kvcache(q, k, v, *new, *turns, **options)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths in ((0, 0, 0), (1, 200, 824), (127, 128, 129), (500, 0, 1024)):
+        seqlens.copy_(torch.tensor(lengths))
+        q.normal_(), new[0].normal_(), new[1].normal_()
+        if page:
+            table.copy_(torch.randperm(table.numel(), device="cuda").view(table.shape))
+        before = k.clone(), v.clone()
+        graph.replay()
+        got = out.clone(), k.clone(), v.clone()
+        k.copy_(before[0]), v.copy_(before[1])
+        assert all(torch.equal(x, y) for x, y in zip(got, (call(), k, v))), lengths
+
+
+def test_the_plan_takes_the_kernel_for_prompts():
+    flash_attn_2_cuda.set_cuda_kernels(None)
+    pool, table = pages_of((2048,) * 16, 16, 8, 128)
+    pool = [x.cuda() for x in pool]
+    for len_q, name in (
+        (1, "attn_decode_sm90_"),
+        (16, "attn_decode_sm90_"),
+        (64, "attn_fwd_sm90_"),
+        (512, "attn_fwd_sm90_"),
+    ):
+        q = torch.randn(16, len_q, 32, 128, device="cuda", dtype=torch.bfloat16)
+        plan = explain(flash_attn_with_kvcache, q, *pool, cache_seqlens=2048, block_table=table.cuda(), causal=True)
+        assert plan.kernel.startswith(name)
