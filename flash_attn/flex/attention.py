@@ -21,7 +21,7 @@ from .._arguments import as_number, has_distributed
 from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
 from .._kinds import check_kinds
-from .._ops import check_storage, is_freed, refuse_transforms, without_second_derivative
+from .._ops import check_storage, empty_like, is_freed, refuse_transforms, without_second_derivative
 from .._types import MaskMod, ScoreMod
 from . import ahead, calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
@@ -143,9 +143,9 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         for i, x in zip(wanted, found):
             sums[i] = x.to(tensors[i].dtype)
         return (*grads, *sums), None
-    dq = torch.empty_like(query) if wants_q else None
-    dk = torch.empty_like(key) if wants_k else None
-    dv = torch.empty_like(value) if wants_v else None
+    dq = empty_like(query) if wants_q else None
+    dk = empty_like(key) if wants_k else None
+    dv = empty_like(value) if wants_v else None
     derivative, places_of_sums, softmax_d = None, None, torch.empty_like(lse)
     if call.score is not None:
         for i in wanted:
