@@ -310,6 +310,9 @@ def test_autocast():
     q, k, v = make(1, 2, 2, 30, 30, 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert flex_attention(q, k, v).dtype == torch.bfloat16
+        assert flex_attention(q, k.half(), v.bfloat16()).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="same dtype"):
+            flex_attention(q, k, v.double())
 
 
 def test_one_trace_for_many_calls():
