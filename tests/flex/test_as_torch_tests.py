@@ -31,7 +31,7 @@ def test_scores(device, name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", BUILTIN)
 def test_scores_in_16_bits(device, name, dtype):
-    compare(device, tensors(dtype=dtype), BUILTIN[name], mask_mod=is_before)
+    compare(device, tensors(dtype=dtype), BUILTIN[name], mask_mod=is_before, beside_torch=False)
 
 
 @pytest.mark.parametrize("name", CAPTURES)
@@ -135,20 +135,22 @@ def test_shapes(device, name):
 def test_one_query(device, name):
     """As a decoder calls, with grouped heads."""
     mod = PLAIN[name] if name in PLAIN else CAPTURES[name]()
-    compare(device, tensors(h_kv=2, len_q=1), mod)
+    compare(device, tensors(h_kv=2, len_q=1), mod, beside_torch=False)
 
 
 @pytest.mark.parametrize("name", ["each dimension", "pairs of a batch"])
 @pytest.mark.parametrize("len_q, mask", [(1, "an offset"), (3, "an offset"), (S, "causal")])
 def test_captures_beside_a_mask(device, len_q, mask, name):
     """With lengths that no block divides, a captured table has no element behind the last key."""
-    compare(device, tensors(h_kv=2, len_q=len_q, dtype=torch.bfloat16), CAPTURES[name](), mask_mod=MASKS[mask]())
+    qkv = tensors(h_kv=2, len_q=len_q, dtype=torch.bfloat16)
+    compare(device, qkv, CAPTURES[name](), mask_mod=MASKS[mask](), beside_torch=False)
 
 
 @pytest.mark.parametrize("name", ["identity", "squared", "distance, causal", "alibi"])
 @pytest.mark.parametrize("block", [128, 256, (128, 256), (256, 128), 64, (1, 64), (128, 64), 96], ids=str)
 def test_sizes_of_blocks(device, name, block):
-    compare(device, tensors(b=1, h=2, h_kv=2, len_q=300, len_kv=300), BUILTIN[name], mask_mod=is_before, block=block)
+    qkv = tensors(b=1, h=2, h_kv=2, len_q=300, len_kv=300)
+    compare(device, qkv, BUILTIN[name], mask_mod=is_before, block=block, beside_torch=False)
 
 
 def test_more_heads_than_a_grid_has(device):

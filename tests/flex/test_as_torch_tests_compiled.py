@@ -162,8 +162,8 @@ def test_a_size_in_a_score(device, counter):
 
 
 def test_a_long_row_of_a_capture(device):
-    """A sum over 256 columns, which PyTorch refuses."""
-    places = random(40, 256).to(device)
+    """A sum over 256 columns, which PyTorch refuses. A GPU's compiler would take a minute for so many."""
+    places = random(40, 256 if device == "cpu" else 64).to(device)
 
     def mod(s, b, h, i, j):
         return s * torch.exp(-(places[i] - places[j]).pow(2).sum(-1).sqrt() / 20)

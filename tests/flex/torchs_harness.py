@@ -32,8 +32,11 @@ def masks_of(device, mask_mod, sizes, block=128, seen=None):
     return mine, torchs, create_mask(mask_mod, *sizes, device="cpu")
 
 
-def compare(device, qkv, score_mod=None, leaves=(), mask_mod=None, block=128, derived=None, **kwargs):
-    """Values of ours and of PyTorch's function, and gradients of ours and of the specification.
+def compare(
+    device, qkv, score_mod=None, leaves=(), mask_mod=None, block=128, derived=None, beside_torch=True, **kwargs
+):
+    """Values and gradients of ours and of the specification, and values of PyTorch's function, unless another test
+    has them for this mod.
 
     derived: makes the score_mod of the leaves."""
     sizes, seen = (*qkv[0].shape[:3], qkv[1].size(2)), {}
@@ -51,13 +54,11 @@ def compare(device, qkv, score_mod=None, leaves=(), mask_mod=None, block=128, de
     tolerance, want = tolerance_of(device, out.dtype), attention(*wide, score_mod, dense)
     for has, wants in zip((out, aux.lse, aux.max_scores), want, strict=True):
         close(has.cpu(), wants, tolerance)
-    with torch.no_grad():  # on a CPU PyTorch has no max_scores
-        request = AuxRequest(lse=True)
-        found, found_aux = theirs.flex_attention(
-            *(x.detach() for x in wide), score_mod, torchs_mask, enable_gqa=True, return_aux=request
-        )
-    close(out.cpu(), found, tolerance)
-    close(aux.lse.cpu(), found_aux.lse, tolerance)
+    if beside_torch:
+        inputs, request = [x.detach() for x in wide], AuxRequest(lse=True)  # on a CPU PyTorch has no max_scores
+        found, found_aux = theirs.flex_attention(*inputs, score_mod, torchs_mask, enable_gqa=True, return_aux=request)
+        close(out.cpu(), found, tolerance)
+        close(aux.lse.cpu(), found_aux.lse, tolerance)
     dout, dlse = (torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x.dtype) for x in (out, aux.lse))
     dlse = torch.where(want[1] == -INF, 0.0, dlse).float()
     got = gradients((out, aux.lse), [*ours, *our_leaves], (dout.to(device), dlse.to(device)))
