@@ -788,11 +788,21 @@ def _parts(x):
         yield x
 
 
+def _check_is_torchs(trace, function):
+    """An operation is known by its name. One of another library may have such a name, too."""
+    packet = getattr(function, "overloadpacket", function)
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        if not packet._qualified_op_name.startswith("aten::"):
+            trace.fail(f"a mod cannot use {packet._qualified_op_name}, which is no operator of PyTorch")
+    elif isinstance(function, types.FunctionType) and function.__module__.partition(".")[0] != "torch":
+        trace.fail(f"a mod cannot use {function.__qualname__}, which is no function of PyTorch")
+
+
 def dispatch(function, args, kwargs, name=None):
     """Does what a function of torch or an operator of Python does, for the objects of a trace."""
     from . import operations
 
-    name = name or getattr(function, "__name__", str(function))
+    is_torchs, name = name is not None, name or getattr(function, "__name__", str(function))
     parts = [*_parts(args), *_parts(kwargs)]
     trace = next(x._trace for x in parts if isinstance(x, _Traced))
     if name in RANDOM:
@@ -801,6 +811,8 @@ def dispatch(function, args, kwargs, name=None):
         trace.fail(f"a mod must not write to a tensor ({name})")
     if any(isinstance(x, Value) for x in parts):
         trace.check_grad_mode()
+        if not is_torchs:
+            _check_is_torchs(trace, function)
         with torch._C.DisableTorchFunction():  # the tracer's own tensors are no business of the mode
             return operations.operate(trace, name, function, args, kwargs)
     return trace.repeat(function, args, kwargs)
