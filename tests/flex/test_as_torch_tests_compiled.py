@@ -48,10 +48,10 @@ def same(function, compiled, leaves, *args):
 def test_captures_of_many_calls(device, counter):
     """All in one graph, which is a program with many calls."""
     mods = [moved(make(), device) for name, make in CAPTURES.items() if name != "euclid, 30 columns"]
-    leaves = inputs(device, h_kv=2)
+    leaves = inputs(device)
 
     def function(q, k, v):
-        return [flex_attention(q, k, v, mod, enable_gqa=True) for mod in mods]
+        return [flex_attention(q, k, v, mod) for mod in mods]
 
     same(function, torch.compile(function, backend=counter, fullgraph=True), leaves, *leaves)
     assert counter.frame_count == 1

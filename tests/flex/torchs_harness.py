@@ -33,15 +33,16 @@ def masks_of(device, mask_mod, sizes, block=128, seen=None):
 
 
 def compare(
-    device, qkv, score_mod=None, leaves=(), mask_mod=None, block=128, derived=None, beside_torch=True, **kwargs
-):
+    device, qkv, score_mod=None, leaves=(), mask_mod=None, block=128, derived=None, beside_torch=True, trains=True,
+    **kwargs,
+):  # fmt: skip
     """Values and gradients of ours and of the specification, and values of PyTorch's function, unless another test
     has them for this mod.
 
-    derived: makes the score_mod of the leaves."""
+    derived: makes the score_mod of the leaves. trains: False for a decoder, which has no gradients."""
     sizes, seen = (*qkv[0].shape[:3], qkv[1].size(2)), {}
-    ours = [x.detach().to(device).requires_grad_() for x in qkv]
-    wide = [x.detach().double().requires_grad_() for x in qkv]
+    ours = [x.detach().to(device).requires_grad_(trains) for x in qkv]
+    wide = [x.detach().double().requires_grad_(trains) for x in qkv]
     our_leaves, mine, torchs_mask, dense = [moved(x, device, seen) for x in leaves], None, None, None
     mod = None if score_mod is None else moved(score_mod, device, seen)
     if derived is not None:
@@ -59,6 +60,8 @@ def compare(
         found, found_aux = theirs.flex_attention(*inputs, score_mod, torchs_mask, enable_gqa=True, return_aux=request)
         close(out.cpu(), found, tolerance)
         close(aux.lse.cpu(), found_aux.lse, tolerance)
+    if not trains:
+        return
     dout, dlse = (torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x.dtype) for x in (out, aux.lse))
     dlse = torch.where(want[1] == -INF, 0.0, dlse).float()
     got = gradients((out, aux.lse), [*ours, *our_leaves], (dout.to(device), dlse.to(device)))
