@@ -21,7 +21,7 @@ from .._arguments import as_number, has_distributed
 from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
 from .._kinds import check_kinds
-from .._ops import check_storage, is_freed, refuse_transforms, without_second_derivative
+from .._ops import check_storage, empty_like, is_freed, refuse_transforms, without_second_derivative
 from .._types import MaskMod, ScoreMod
 from . import ahead, calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
@@ -143,9 +143,9 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         for i, x in zip(wanted, found):
             sums[i] = x.to(tensors[i].dtype)
         return (*grads, *sums), None
-    dq = torch.empty_like(query) if wants_q else None
-    dk = torch.empty_like(key) if wants_k else None
-    dv = torch.empty_like(value) if wants_v else None
+    dq = empty_like(query) if wants_q else None
+    dk = empty_like(key) if wants_k else None
+    dv = empty_like(value) if wants_v else None
     derivative, places_of_sums, softmax_d = None, None, torch.empty_like(lse)
     if call.score is not None:
         for i in wanted:
@@ -202,7 +202,8 @@ def _check_tensors(query, key, value, enable_gqa, block_mask, is_paged):
             "flex_attention takes no DTensors, because its functions would count the heads and batch entries of one "
             "rank: call it on local tensors, as torch.distributed.tensor.experimental.local_map does"
         )
-    if query.dtype != key.dtype or query.dtype != value.dtype:
+    differ = query.dtype != key.dtype or query.dtype != value.dtype
+    if differ and len({_dtype_in_autocast(x) for x in (query, key, value)}) > 1:
         raise ValueError(
             "Expected query, key, and value to have the same dtype, but got query.dtype: "
             f"{query.dtype}, key.dtype: {key.dtype}, and value.dtype: {value.dtype} instead."
@@ -313,19 +314,21 @@ def int32(tensor):
     return tensor if tensor is None or tensor.dtype == torch.int32 else narrowed(tensor)
 
 
+def _dtype_in_autocast(tensor):
+    device = tensor.device.type
+    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast else tensor.dtype
+
+
 def in_autocast(*tensors):
     """The tensors as autocast wants them for matrix products."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
     found = []
     for name, x in zip(("query", "key", "value"), tensors):
-        is_cast = x.is_floating_point() and x.dtype not in (torch.float64, dtype)
-        if is_cast:
+        dtype = _dtype_in_autocast(x)
+        if dtype != x.dtype:
             check_storage(name, x)  # torch copies what lies behind a storage that was cut
-        found.append(x.to(dtype) if is_cast else x)
-    return tuple(found)
+        found.append(x.to(dtype))
+    return found
 
 
 _said = set()

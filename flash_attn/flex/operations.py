@@ -10,7 +10,7 @@ import operator
 import torch
 
 from .program import BOOL, F32, F64, I64, LIMITS, TYPES
-from .tracer import MOST_UNROLLED, Capture, Number, Row, Value, _numbers
+from .tracer import MOST_UNROLLED, Capture, Number, Row, Value, _numbers, in_memory, without_modes
 
 
 def operate(trace, name, function, args, kwargs):
@@ -50,11 +50,10 @@ class Call:
         value = value_of(self.trace, x)
         if dtype not in TYPES:
             self.trace.fail(f"a mod cannot compute in {dtype}")
-        return [self.builder.cast(n, dtype) for n in value.nodes.expand(shape).flatten().tolist()]
+        return [self.builder.cast(n, dtype) for n in value.instructions(shape)]
 
     def result(self, nodes, dtype, shape):
-        nodes = list(nodes)
-        return Value(self.trace, torch.tensor(nodes, dtype=torch.int64, device="cpu").reshape(shape), dtype)
+        return Value(self.trace, in_memory(list(nodes), shape), dtype)
 
 
 def _meta(x):
@@ -145,7 +144,7 @@ def _division(call):
 
 
 def _unary_of(call, value, op):
-    nodes = (_emit(call.builder, op, value.dtype, n) for n in value.nodes.flatten().tolist())
+    nodes = (_emit(call.builder, op, value.dtype, n) for n in value.instructions())
     return call.result(nodes, value.dtype, value.shape)
 
 
@@ -338,7 +337,7 @@ def _convert(call):
         value = value_of(call.trace, value)
     if meta.dtype not in TYPES:
         call.trace.fail(f"a mod cannot convert to {meta.dtype}")
-    nodes = value.nodes.flatten().tolist()
+    nodes = value.instructions()
     if value.dtype != meta.dtype:
         nodes = [call.builder.cast(n, meta.dtype) for n in nodes]
     return call.result(nodes, meta.dtype, value.shape)
@@ -359,7 +358,7 @@ def _filled(value):
 def _detach(call):
     """The same value in an instruction of its own, through which no gradient passes."""
     value, builder = value_of(call.trace, call.args[0]), call.builder
-    nodes = value.nodes.flatten().tolist()
+    nodes = value.instructions()
     if TYPES[value.dtype] in (F32, F64):
         yes = builder.constant(True)
         nodes = [builder.emit("where", TYPES[value.dtype], yes, n, n) for n in nodes]
@@ -393,8 +392,9 @@ def _view(call):
     dtype = (meta[0] if several else meta).dtype
     args = tuple(cast(x, dtype) for x in call.args)
     kwargs = {name: nodes(x) for name, x in call.kwargs.items()}
-    with torch._C.DisableTorchFunction():
-        moved = call.function(*map(nodes, args), **kwargs)
+    args = tuple(map(nodes, args))
+    with torch._C.DisableTorchFunction(), without_modes():
+        moved = call.function(*args, **kwargs)
     return type(meta)(Value(call.trace, x, dtype) for x in moved) if several else Value(call.trace, moved, dtype)
 
 
@@ -410,8 +410,9 @@ def _reduction(op):
         dims = range(len(shape)) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
         dims = [operator.index(d) % max(len(shape), 1) for d in dims] if shape else []
         rest = [d for d in range(len(shape)) if d not in dims]
-        nodes = nodes.permute(*rest, *dims).reshape(*(shape[d] for d in rest), -1)
-        rows = nodes.reshape(-1, nodes.shape[-1]).tolist()
+        with without_modes():
+            nodes = nodes.permute(*rest, *dims).reshape(*(shape[d] for d in rest), -1)
+            rows = nodes.reshape(-1, nodes.shape[-1]).tolist()
         reduced = [_fold(call, op, [call.builder.cast(n, meta.dtype) for n in row], meta.dtype) for row in rows]
         return call.result(reduced, meta.dtype, meta.shape)
 
@@ -465,7 +466,7 @@ def load(row):
         rest = iter(place)
         index = [trace.builder.constant(next(rest)) if i is None else i for i in row.indices]
         nodes.append(trace.builder.emit("gather", TYPES[dtype], *index, words=(source,)))
-    return torch.tensor(nodes, dtype=torch.int64, device="cpu").reshape(shape)
+    return in_memory(nodes, shape)
 
 
 def _getitem(call):
@@ -532,28 +533,29 @@ def _gather(trace, base, index):
         trace.fail(str(error), IndexError)
     if shape == ():
         for i in places:
-            kept[i] = kept[i].nodes.item()
+            (kept[i],) = kept[i].instructions()
         return Row(trace, capture, tuple(kept))
     return _gather_vectors(trace, capture, kept, places, shape)
 
 
 def _gather_vectors(trace, capture, kept, places, shape):
     """Several indices at once. Their dimensions come first, or where they stand if they stand side by side."""
-    lists = [kept[i].nodes.expand(shape).flatten().tolist() for i in places]
+    lists = [kept[i].instructions(shape) for i in places]
     rows = []
     for each in zip(*lists):
         for i, node in zip(places, each):
             kept[i] = node
         rows.append(Row(trace, capture, tuple(kept)).nodes)
-    nodes = torch.empty(shape, dtype=torch.int64, device="cpu")
-    if rows:
-        nodes = torch.stack(rows).reshape(*shape, *rows[0].shape)
     free_before = sum(x is None for x in kept[: places[0]])
     free_between = any(kept[i] is None for i in range(places[0], places[-1]))
-    if free_before and not free_between:
-        dims = list(range(nodes.dim()))
-        vector, free = dims[: len(shape)], dims[len(shape) :]
-        nodes = nodes.permute(*free[:free_before], *vector, *free[free_before:])
+    with without_modes():
+        nodes = torch.empty(shape, dtype=torch.int64, device="cpu")
+        if rows:
+            nodes = torch.stack(rows).reshape(*shape, *rows[0].shape)
+        if free_before and not free_between:
+            dims = list(range(nodes.dim()))
+            vector, free = dims[: len(shape)], dims[len(shape) :]
+            nodes = nodes.permute(*free[:free_before], *vector, *free[free_before:])
     return Value(trace, nodes, capture.dtype)
 
 

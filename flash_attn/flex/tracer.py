@@ -8,6 +8,7 @@ them. What the mod does with captures alone is no part of the program. It is don
 
 import builtins
 import collections
+import contextlib
 import dis
 import enum
 import functools
@@ -16,7 +17,9 @@ import sys
 import types
 
 import torch
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .program import TYPES, Builder
 from .steps import SIMPLE, Steps, kind
@@ -146,7 +149,7 @@ class Trace:
         value = operations.value_of(self, result)
         if value.shape != ():
             raise TypeError(f"a mod must return one element, not a tensor of shape {value.shape}: {self.where()}")
-        node, dtype = value.nodes.item(), value.dtype
+        (node,), dtype = value.instructions(), value.dtype
         if self.score is not None:  # the new score has the type of the old one
             node, dtype = self.builder.cast(node, self.score), self.score
         self._guard_classes()
@@ -593,17 +596,33 @@ class Capture(_Tensor, _Bound):
         return operator.index(self.item())
 
 
+def without_modes():
+    """A context for tensors of instructions, which are real although Dynamo and its backends trace with fake ones."""
+    is_traced = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
+    return _disable_current_modes() if is_traced else contextlib.nullcontext()
+
+
+def in_memory(instructions, shape):
+    with without_modes():
+        return torch.tensor(instructions, dtype=torch.int64, device="cpu").reshape(shape)
+
+
 class Value(_Tensor):
     """One or several elements that depend on indices. ``nodes`` holds their instructions, in the shape of the value."""
 
     def __init__(self, trace, nodes, dtype):
         super().__init__(trace)
-        self._nodes = nodes if isinstance(nodes, torch.Tensor) else torch.tensor(nodes, device="cpu")
+        self._nodes = nodes if isinstance(nodes, torch.Tensor) else in_memory(nodes, ())
         self.dtype, self.device = dtype, torch.device("cpu")
 
     @property
     def nodes(self):
         return self._nodes
+
+    def instructions(self, shape=None):
+        """A list of them, of the value in this shape."""
+        with without_modes():
+            return self.nodes.expand(self.shape if shape is None else shape).flatten().tolist()
 
     @property
     def shape(self):
@@ -769,11 +788,21 @@ def _parts(x):
         yield x
 
 
+def _check_is_torchs(trace, function):
+    """An operation is known by its name. One of another library may have such a name, too."""
+    packet = getattr(function, "overloadpacket", function)
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        if not packet._qualified_op_name.startswith("aten::"):
+            trace.fail(f"a mod cannot use {packet._qualified_op_name}, which is no operator of PyTorch")
+    elif isinstance(function, types.FunctionType) and function.__module__.partition(".")[0] != "torch":
+        trace.fail(f"a mod cannot use {function.__qualname__}, which is no function of PyTorch")
+
+
 def dispatch(function, args, kwargs, name=None):
     """Does what a function of torch or an operator of Python does, for the objects of a trace."""
     from . import operations
 
-    name = name or getattr(function, "__name__", str(function))
+    is_torchs, name = name is not None, name or getattr(function, "__name__", str(function))
     parts = [*_parts(args), *_parts(kwargs)]
     trace = next(x._trace for x in parts if isinstance(x, _Traced))
     if name in RANDOM:
@@ -782,6 +811,8 @@ def dispatch(function, args, kwargs, name=None):
         trace.fail(f"a mod must not write to a tensor ({name})")
     if any(isinstance(x, Value) for x in parts):
         trace.check_grad_mode()
+        if not is_torchs:
+            _check_is_torchs(trace, function)
         with torch._C.DisableTorchFunction():  # the tracer's own tensors are no business of the mode
             return operations.operate(trace, name, function, args, kwargs)
     return trace.repeat(function, args, kwargs)

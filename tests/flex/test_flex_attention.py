@@ -263,6 +263,8 @@ def test_expanded_and_strided_inputs():
     q, k, v = make(2, 4, 4, 33, 45, 16)
     check(q, k[:, :1].expand(2, 4, -1, -1), v[:1].expand(2, -1, -1, -1))
     check(q.mT.contiguous().mT, k[..., ::1], torch.randn(2, 4, 45, 32)[..., ::2])
+    overlapping = torch.as_strided(torch.randn(9999), (2, 4, 45, 16), (1, 16, 200, 1))  # two dimensions have stride 1
+    check(q, overlapping, overlapping)
 
 
 def test_results_are_what_is_asked_for():
@@ -308,6 +310,9 @@ def test_autocast():
     q, k, v = make(1, 2, 2, 30, 30, 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert flex_attention(q, k, v).dtype == torch.bfloat16
+        assert flex_attention(q, k.half(), v.bfloat16()).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="same dtype"):
+            flex_attention(q, k, v.double())
 
 
 def test_one_trace_for_many_calls():

@@ -1,10 +1,13 @@
 """flex_attention inside of torch.compile: equal to the call outside, in one graph for all lengths and closures."""
 
 import functools
+import random
 import shutil
 
 import pytest
 import torch
+from catalogue import top_blocks
+from score_catalogue import rope_products
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -105,6 +108,22 @@ def test_lists_of_blocks_that_a_graph_changes(backend):
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     for is_in_place in (True, False):
         torch.testing.assert_close(compiled(q, k, v, is_in_place), function(q, k, v, is_in_place))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_short_vectors_of_captures(dynamic):
+    """Rows of captures that are summed, and compared as a whole."""
+    rng, shape = random.Random(0), (2, 4, 40, 40)
+    (score_mod, leaves), mask_mod, tensors = rope_products(rng, shape), top_blocks(rng, shape), inputs(40)
+
+    def function(q, k, v):
+        block_mask = create_block_mask(mask_mod, *shape, device="cpu", BLOCK_SIZE=8)
+        aux = AuxRequest(lse=True)
+        out, stats = flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True, return_aux=aux)
+        return out, stats.lse
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    same(function, compiled, [*tensors, *leaves], *tensors)
 
 
 class Slopes(torch.nn.Module):

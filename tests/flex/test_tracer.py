@@ -356,6 +356,31 @@ def test_a_class_of_constants_needs_no_second_trace():
     assert traces(run) == 1
 
 
+def relu(x):
+    """A function of a library that asks its arguments, as torch's own do."""
+    return torch.overrides.handle_torch_function(relu, (x,), x) if torch.overrides.has_torch_function((x,)) else x - 1
+
+
+OF_ANOTHER_LIBRARY = {
+    "packet": lambda x: torch.ops.fa_test.tanh(x),
+    "overload": lambda x: torch.ops.fa_test.tanh.default(x),
+    "function": relu,
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_LIBRARY)
+def test_an_operation_of_another_library_is_refused(name):
+    """It may have the name of one of PyTorch. Of captures alone it is taken."""
+    table, call = torch.ones(3), OF_ANOTHER_LIBRARY[name]
+    with torch.library._scoped_library("fa_test", "FRAGMENT") as library:
+        library.define("tanh(Tensor x) -> Tensor")
+        library.impl("tanh", lambda x: x - 1, "CompositeExplicitAutograd")
+        with pytest.raises(NotImplementedError, match="no (operator|function) of PyTorch.*test_tracer.py, line"):
+            tracer.program_of(lambda b, h, q, k: call(q.float()) > k)
+        _, (found,), _ = tracer.program_of(lambda b, h, q, k: call(table)[q] > k)
+        assert found.eq(0).all()
+
+
 def test_a_match_of_classes_is_refused():
     scope = {"WIDTH": 3}
     text = "def refused_mod(b, h, q, k):\n match WIDTH:\n  case int(): return q >= k\n return q <= k\n"
