@@ -170,6 +170,25 @@ def test_graph_replay_while_lengths_grow(page):
         assert all(torch.equal(x, y) for x, y in zip(got, (call(), k, v))), lengths
 
 
+def test_packed_keys_are_no_cache():
+    """Left padding of packed keys. The plan leaves such keys to kernels that know where a sequence begins."""
+    flash_attn_2_cuda.set_cuda_kernels(None)
+    torch.manual_seed(0)
+    lengths, pads, d = (700, 500, 900), (30, 0, 200), 128
+    q, k, v = (torch.randn(n, h, d, dtype=torch.bfloat16) for n, h in ((900, 8), (2100, 2), (2100, 2)))
+    cu_q, cu_k, left = ((0, 300, 600, 900), (0, 700, 1200, 2100), pads)
+    cu_q, cu_k, left = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cu_q, cu_k, left))
+    tensors = [x.cuda() for x in (q, k, v)]
+    options = None, None, 300, 900, 0.0, d**-0.5, False, True, -1, -1, 0.0, False, None
+    out, *_ = flash_attn_2_cuda.varlen_fwd(*tensors, None, cu_q, cu_k, None, left, *options)
+    for n, (length, pad) in enumerate(zip(lengths, pads)):
+        rows, end = slice(300 * n, 300 * n + 300), int(cu_k[n + 1])
+        keys = slice(end - length + pad, end)
+        ref, _ = attention(*(x.double() for x in (q[rows], k[keys], v[keys])), causal=True)
+        plain, _ = attention(q[rows], k[keys], v[keys], causal=True)
+        check("out", out[rows].cpu(), ref, plain, scale=max(largest(ref), size_of_values(v)))
+
+
 def test_the_plan_takes_the_kernel_for_prompts():
     flash_attn_2_cuda.set_cuda_kernels(None)
     pool, table = pages_of((2048,) * 16, 16, 8, 128)

@@ -316,6 +316,8 @@ const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
     const fa_cache_pages pages = fa_cache_pages_of(p);
     NEEDS(!p->flex, "it takes no mod and no block mask beside a KV cache");
     NEEDS(!(p->paged && p->leftpad_k), "it takes no left padding beside a block table");
+    NEEDS(p->paged || !p->cu_seqlens_k || !fa_reads_cache(p),
+          "of packed keys it takes no left padding, and no lengths beside dense queries");
     NEEDS(fa_cache_box(p, 32) % SWIZZLED_ROWS == 0, "it wants pages of a multiple of 8 keys");
     NEEDS(pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
               p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,
