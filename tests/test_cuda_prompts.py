@@ -189,6 +189,20 @@ def test_packed_keys_are_no_cache():
         check("out", out[rows].cpu(), ref, plain, scale=max(largest(ref), size_of_values(v)))
 
 
+@pytest.mark.parametrize("page", (0, 16))
+def test_a_cache_or_a_table_without_rows(page):
+    """cache_batch_idx names rows that are not there. No row sees a key."""
+    shape = (5, page, 2, 64) if page else (0, 64, 2, 64)
+    q = torch.randn(2, 300, 8, 64, device="cuda", dtype=torch.bfloat16)
+    pool = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    rows = torch.arange(2, dtype=torch.int32, device="cuda")
+    table = {"block_table": rows[:0].view(0, 3)} if page else {}
+    out, lse = flash_attn_with_kvcache(
+        q, *pool, cache_seqlens=rows + 1, cache_batch_idx=rows, return_softmax_lse=True, **table
+    )
+    assert not out.any() and (lse == math.inf).all()
+
+
 def test_the_plan_takes_the_kernel_for_prompts():
     flash_attn_2_cuda.set_cuda_kernels(None)
     pool, table = pages_of((2048,) * 16, 16, 8, 128)

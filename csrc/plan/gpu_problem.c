@@ -298,8 +298,11 @@ bool fa_reads_cache(const fa_problem *p) {
 }
 
 fa_cache_pages fa_cache_pages_of(const fa_problem *p) {
-    if (p->paged) return (fa_cache_pages){p->num_pages, p->page_size, p->block_table_cols * p->page_size};
-    return (fa_cache_pages){p->cache_rows > p->b ? p->cache_rows : p->b, p->len_kv, p->len_kv};
+    const bool has_rows = !p->cache_batch_idx || p->cache_rows > 0;
+    const int64_t rows = p->cache_rows > p->b ? p->cache_rows : p->b;
+    if (p->paged)
+        return (fa_cache_pages){has_rows ? p->num_pages : 0, p->page_size, p->block_table_cols * p->page_size};
+    return (fa_cache_pages){has_rows ? rows : 0, p->len_kv, p->len_kv};
 }
 
 int fa_cache_box(const fa_problem *p, int block_kv) {
