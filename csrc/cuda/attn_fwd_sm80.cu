@@ -57,6 +57,7 @@ constexpr int P_PITCH = BLOCK_KV + 8; /* like PITCH: eight rows begin in differe
 /* The maximum of a row has P = 2^-HEADROOM when it is found. It is raised before some P exceeds 2^MOST_LOG2. Numbers of
  * bf16 may be as large as floats, so there P is at most 2^-16, and sums of P V stay floats. fp16 needs the range of P. */
 constexpr int LAG = 8, HEADROOM = (int)element::HEADROOM, MOST_LOG2 = LAG - HEADROOM;
+constexpr float RAISED = 1u << HEADROOM; /* 2^HEADROOM */
 /* A step does not look for its maximum, and does its scores again if its sums turn out to be too large. K must still be
  * there. ALiBi raises the maximum in most steps, so scores that are not plain have the maximum first. */
 constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCORE;
@@ -215,15 +216,20 @@ DEVICE void store_weights(factor *rows, const weights &p) {
 /* ---- softmax --------------------------------------------------------------------------------------------------- */
 
 /* The state of one row of a thread: P = 2^(scale_log2 S - base), for the lagging maximum. base is rounded. All scores
- * of a row have the same base, so the rounding cancels in the quotient. base is -INF while no score has been found. */
+ * of a row have the same base, so the rounding cancels in the quotient. base is -INF while no score has been found. A
+ * large base does not contain HEADROOM, which might vanish in it. P = 2^(scale_log2 S - base - HEADROOM) there. */
 struct lagging_row {
     float base, sum;
 };
 
-DEVICE float base_of(float max, float scale_log2) { return __fmul_rn(max, scale_log2) + HEADROOM; }
-
 /* Beyond this base a fused product would differ from base by more than an exponent should see. */
 DEVICE bool is_large(float base) { return fabsf(base) > 0x1p24f; }
+
+DEVICE float base_of(float max, float scale_log2) {
+    const float scaled = __fmul_rn(max, scale_log2), raised = scaled + HEADROOM;
+    return HEADROOM != 0 && is_large(scaled) && is_large(raised) ? scaled : raised;
+}
+DEVICE float without_headroom(float base) { return HEADROOM == 0 || is_large(base) ? base : base - HEADROOM; }
 
 /* Finds the largest of a thread's scores in its rows. fmaxf ignores NaN, but NaN reaches the output through the sum. */
 DEVICE void find_own_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N][4]) {
@@ -285,8 +291,8 @@ DEVICE bool raise(shared_memory &shared, int own_row, lagging_row (&rows)[BLOCKS
         for (int half = 0; half < 2; half++) {
             lagging_row &row = rows[m][half];
             const float wanted = base_of(largest[m][half], scale_log2);
-            if (wanted > row.base) {
-                const float rescale = ex2(row.base - wanted);
+            if (without_headroom(wanted) > without_headroom(row.base)) {
+                const float rescale = ex2(without_headroom(row.base) - without_headroom(wanted));
                 row = {wanted, row.sum * rescale};
                 if (writes && lane() % 4 == 0)
                     shared.maximum(own_row + 16 * m + 8 * half + lane() / 4) = largest[m][half];
@@ -321,7 +327,8 @@ DEVICE void softmax(float (&s)[BLOCKS][N][4], weights &p, float (&o)[BLOCKS][OWN
             const int m = i / 8, half = i % 4 / 2;
             float &x = s[m][2 * k + i % 8 / 4][i % 4];
             const float base = bases[m][half];
-            x = ex2(IS_USUAL || !is_large(base) ? fmaf(x, scale_log2, -base) : __fmul_rn(x, scale_log2) - base);
+            x = ex2(IS_USUAL || !is_large(base) ? fmaf(x, scale_log2, -base)
+                                                : __fmul_rn(x, scale_log2) - base - HEADROOM);
             sums[m][half] += x;
         }
         if (part < PARTS - 1) return;
@@ -392,9 +399,10 @@ DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, 
             sum = quad_sum(rows[half].sum);
         const float max = rows[half].base == -INF ? -INF : shared.maximum(shared_row);
         const float scaled = __fmul_rn(max, unit * LOG2_E), rest = fmaf(max, unit * LOG2_E, -scaled);
-        const bool is_empty = sum == 0 && scaled == -INF;               /* no key seen, or only scores of -inf */
-        const float lag = HEADROOM != 0 ? rows[half].base - scaled : 0; /* P is so much smaller, in log2 */
-        float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum) - rest + lag) * LN_2;
+        const bool is_empty = sum == 0 && scaled == -INF; /* no key seen, or only scores of -inf */
+        const float lag = HEADROOM != 0 ? without_headroom(rows[half].base) - scaled : 0; /* that base_of rounded */
+        /* lg2 gets the sum of larger P, because its error grows with its result. */
+        float lse = sum == 0 ? sum / sum : max * unit + (lg2(sum * RAISED) - rest + lag) * LN_2;
         const int i = row + lane() / 4 + 8 * half;
         weights[half] = is_empty ? 0 : p.keep_scale / sum;
         if (is_empty) lse = p.empty_lse;
