@@ -1,8 +1,11 @@
 """What the tests of GPU kernels share: when they run, tensors on the GPU, extreme values, and repeats in NaN."""
 
 import math
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
+import flash_attn_2_cuda
 import pytest
 import torch
 from compare import DTYPES, check, check_lse, largest, size_of_values
@@ -16,6 +19,7 @@ from flash_attn.flash_attn_interface import (
     _flash_attn_varlen_forward,
 )
 
+CUDA = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
 HALF = ("bf16", "fp16")
 LOW = 64.0  # q and k of -LOW and LOW give scores of -LOW^2 times the scale, below the range of exp
 
@@ -34,6 +38,19 @@ def no_gpu():
     if torch.cuda.get_device_capability() < (8, 0):
         return "the CUDA kernels need compute capability 8.0"
     return ""
+
+
+def copy_texts(folder, file, old, new):
+    """Copies the kernels' texts to a folder, and changes the copy of a file."""
+    shutil.copytree(CUDA, folder)
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new))
+
+
+def module_in(folder):
+    """Lets a process that runs in the folder find the module there, so that it reads the folder's texts."""
+    (folder / Path(flash_attn_2_cuda.__file__).name).symlink_to(flash_attn_2_cuda.__file__)
 
 
 def skip_without_memory(gib):

@@ -12,11 +12,10 @@ import flash_attn_2_cuda
 import pytest
 import torch
 from compare import check, check_lse, largest, size_of_values
-from harness_cuda import no_hopper, poisoned_repeats
+from harness_cuda import copy_texts, module_in, no_hopper, poisoned_repeats
 from harness_kvcache import Cache, run
 from oracle import attention
 from poison import REPEATS
-from test_cuda_racecheck import copy_texts, module_in
 
 import flash_attn
 from flash_attn import explain, flash_attn_varlen_func, flash_attn_with_kvcache

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import flash_attn_2_cuda
 import pytest
-from harness_cuda import no_hopper
+from harness_cuda import copy_texts, module_in, no_hopper
 
 import flash_attn
 
-CUDA = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
 TOOL = shutil.which("compute-sanitizer")
 
 pytestmark = [
@@ -138,21 +137,8 @@ def racecheck(problems, folder, program=PROGRAM, kernels=""):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def copy_texts(folder, file, old, new):
-    """Copies the kernels' texts to a folder, and changes the copy of a file."""
-    shutil.copytree(CUDA, folder)
-    text = (folder / file).read_text()
-    assert old in text
-    (folder / file).write_text(text.replace(old, new))
-
-
 def let_all_lanes_arrive(folder):
     copy_texts(folder, "ptx_cluster.cuh", "ARRIVING_LANES = 1;", "ARRIVING_LANES = 32;")
-
-
-def module_in(folder):
-    """Lets a process that runs in the folder find the module there, so that it reads the folder's texts."""
-    (folder / Path(flash_attn_2_cuda.__file__).name).symlink_to(flash_attn_2_cuda.__file__)
 
 
 def check_all(problems, folder, program, kernels=""):
