@@ -67,7 +67,7 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
             for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
             largest = quad_max(largest);
             const float raised = base_of(largest, factor);
-            const float base = raised == -INF ? 0 : raised; /* no key seen yet, or only scores of -inf */
+            const float base = raised == -INF ? 0 : raised;          /* no key seen yet, or only scores of -inf */
             rescale[m][half] = ex2(base_of(row.max, factor) - base); /* rounded like base, not fused */
             is_raised |= rescale[m][half] != 1;
             row.max = largest;
