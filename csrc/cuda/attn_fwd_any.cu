@@ -48,7 +48,9 @@ struct shared_memory {
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
 
 constexpr float HEADROOM = factor::HEADROOM; /* the largest P of a row is 2^-HEADROOM */
-DEVICE float base_of(float max, float factor) { return __fmul_rn(max, factor) + HEADROOM; }
+DEVICE float base_of(float max, float factor) {
+    return HEADROOM != 0 ? __fmul_rn(max, factor) + HEADROOM : __fmul_rn(max, factor);
+}
 
 /* S becomes P = 2^(factor S - base), with base = factor max + HEADROOM, and O is rescaled to a new maximum. base is
  * rounded. All scores of a row have the same base, so the rounding cancels in the quotient. lse adds the part that was

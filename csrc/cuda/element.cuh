@@ -75,7 +75,7 @@ struct fp32 {
     typedef double product;
     static constexpr int BYTES = 4;
     static constexpr bool ON_TENSOR_CORES = false;
-    static constexpr float HEADROOM = 24;
+    static constexpr float HEADROOM = 0; /* lse has the digits of sums near 1 */
     static constexpr unsigned EXPONENTS = 0x7f800000, EXPONENT_ONES = 0x00800000, SIGNS = 0x80000000;
 };
 
