@@ -78,11 +78,14 @@ struct hidden_pairs {
     /* Says whether there may be such a pair in key tile j. No entry of a list with bits is full if it reaches beyond
      * the end (flex_walks.cu). */
     DEVICE bool load(const listed_tile &t, block_kind kind, int j, int row_block) {
-        if (kind == FULL_BLOCK) return false;
-        const u32 *from = t.hidden + (long long)j * (HIDDEN_WORDS * HIDDEN_PITCH) + 128 * row_block + threadIdx.x % 128;
+        const bool hides = kind != FULL_BLOCK;
+        if (hides) {
+            const u32 *from =
+                t.hidden + (long long)j * (HIDDEN_WORDS * HIDDEN_PITCH) + 128 * row_block + threadIdx.x % 128;
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
-        return true;
+            for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
+        }
+        return hides;
     }
 
     /* Says whether there may be such a pair. `kind` is that of the key tile, and key and row are those of
