@@ -65,7 +65,7 @@ static PyObject *flex_check(PyObject *self, PyObject *text) {
 static fa_status read_plane(PyObject *object, const char *name, fa_flex_type type, fa_flex_tensor *to, fa_error *err) {
     TRY(fa_flex_read_tensor(object, name, to, err));
     REQUIRE(present(&to->t) && to->t.device_type == fa_torch.cpu &&
-                fa_flex_has_dtype(object, fa_flex_result_names[type]),
+                fa_flex_has_dtype(object, &to->t, fa_flex_result_names[type]),
             "%s must be a CPU tensor of dtype %s", name, fa_flex_result_names[type]);
     TRY(check_rank(&to->t, 4, "(b, h, len_q, len_kv)", err));
     REQUIRE(contiguous(&to->t), "out and scores must be contiguous and have the same shape");
