@@ -4,6 +4,7 @@
     python benchmarks/bench_flex.py --device cuda --lengths 1024 4096 16384 --dims 64 128
     python benchmarks/bench_flex.py --cases causal window --lengths 1024
     python benchmarks/bench_flex.py --cases causal alibi table --fresh       first calls that find no kernel on the disk
+    python benchmarks/bench_flex.py --cases alibi table --fresh --ours       without PyTorch's function
 
 The calls of a problem run one after the other, in a random order in every turn. A figure is the median over as many
 turns as fill --seconds, five at least, after the first call of each. On a CPU PyTorch's backward of flex_attention is
@@ -236,6 +237,8 @@ def measure(case, n, d, options, base, rng):
     visible = count_visible(mask_mod, n, device)
     makes = {}
     for name, call in calls_of(case, mods, q, k, v, block_mask).items():
+        if options.ours and name != "flash_attn":
+            continue
         makes[name, "fwd"] = lambda call=call: forward_only(call)
         if device == "cuda" or name == "flash_attn" or (name == "sdpa" and not learned):
             makes[name, "bwd"] = lambda call=call: backward_of(call, leaves, dout)
@@ -272,6 +275,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=2.0, help="all calls of a problem together")
     parser.add_argument("--seed", type=int, default=0, help="of the random orders and of the inputs")
     parser.add_argument("--fresh", action="store_true", help="with empty caches of kernels, for first_ms")
+    parser.add_argument("--ours", action="store_true", help="our function alone")
     add_out(parser)
     options = parser.parse_args()
     if options.fresh:
