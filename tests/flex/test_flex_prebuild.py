@@ -70,6 +70,19 @@ def test_forward_on_hopper():
     assert names_of(flex_attention, *qkv(grad=False), alibi, mask_mod=documents) == HOPPER[-1:]
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_without_a_block_mask_the_text_has_none(grad):
+    """On Hopper the kernels of a score_mod without a block mask are others than those with one."""
+
+    def keys_of(mask):
+        kernels = kernels_of(flex_attention, *qkv(grad=grad), alibi, mask)
+        return {kernel.key for kernel in kernels if re.match("attn_.*_flex_", kernel.name)}
+
+    without, everything = keys_of(None), keys_of(lists(lambda b, h, q_idx, kv_idx: q_idx >= 0))
+    assert len(without) == 1 + grad and not without & everything
+    assert everything == keys_of(lists(documents))
+
+
 def test_other_gpus_have_the_generic_kernels():
     names = names_of(flex_attention, *qkv(), alibi, lists(documents), archs="sm_80")
     assert names == ["flex_blocks", "attn_fwd_any_bf16_d128_q128kv64_of3_flex_#", *GENERIC_BACKWARD]
