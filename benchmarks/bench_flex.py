@@ -27,9 +27,13 @@ import datetime
 import math
 import os
 import random
+import sys
 import tempfile
 import time
 from statistics import median
+
+if "--fresh" in sys.argv:
+    os.environ["CUDA_CACHE_DISABLE"] = "1"  # NOTE: later it has no effect (torch 2.11, CUDA 13)
 
 import torch
 import torch.nn.functional as F
@@ -255,9 +259,8 @@ def measure(case, n, d, options, base, rng):
 
 
 def empty_the_caches():
-    """For this process. NVRTC keeps its cubins in a cache of the driver, which has no folder for one process."""
+    """For this process. NVRTC's cubins are in a cache of the driver, which was turned off before torch came."""
     folder = tempfile.mkdtemp(prefix="bench_flex_")
-    os.environ["CUDA_CACHE_DISABLE"] = "1"
     for name in ("FLASH_ATTN_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ[name] = os.path.join(folder, name)
         os.mkdir(os.environ[name], mode=0o700)
