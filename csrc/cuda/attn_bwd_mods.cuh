@@ -18,7 +18,7 @@
 constexpr int HIDDEN_WORDS = FA_HIDDEN_WORDS(BLOCK_Q), HIDDEN_PITCH = 2 * BLOCK_KV;
 
 DEVICE int query_tile_of(int entry) { return entry >> 2; }
-DEVICE block_kind kind_of(int entry) { return (block_kind)(entry & 3); }
+DEVICE block_kind kind_of(int entry) { return FLEX_BLOCKS ? (block_kind)(entry & 3) : KIND_WITHOUT_BLOCKS; }
 
 /* Words beside the stages of a step. The producer writes a word beside each Q: 4 times the entry, plus what the
  * warpgroups must know of this step's share of dQ. */
@@ -50,7 +50,7 @@ struct listed_queries {
 
     DEVICE bool has_list() const { return list != nullptr; }
     DEVICE int entry_at(int place) const {
-        return list ? __ldg(list + list_num - 1 - max(place, 0)) : 4 * place + KIND_WITHOUT_BLOCKS;
+        return FLEX_BLOCKS && list ? __ldg(list + list_num - 1 - max(place, 0)) : 4 * place + KIND_WITHOUT_BLOCKS;
     }
     /* Twice the number of key tiles that add to query tile i before, plus 1 if none adds after. */
     DEVICE u32 share_at(int i) const { return list ? __ldg(ranks + (long long)i * pitch) : 0; }
@@ -59,7 +59,7 @@ struct listed_queries {
      * becomes its key tile. */
     DEVICE void find_list(const params &p, int b_idx, int head, int &kv_tile) {
         list = nullptr;
-        if (!p.flex.walks) return;
+        if (!FLEX_BLOCKS || !p.flex.walks) return;
         const long long mask = (long long)(b_idx % p.flex.mask_b) * p.flex.mask_h + head % p.flex.mask_h;
         const int q_tiles = ceil_div(p.len_q, BLOCK_Q);
         if (p.flex.order) kv_tile = __ldg(p.flex.order + mask * p.num_kv_tiles + kv_tile);

@@ -106,6 +106,7 @@ MODS = """
 #define FLEX_PARTS 0
 #define FLEX_HIDDEN 0
 #define FLEX_MAX 0
+#define FLEX_BLOCKS 1
 struct flex_values { long long words[1]; };
 struct flex_sums {};
 #define INDICES int b, int h, int i, int j
