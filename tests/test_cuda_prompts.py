@@ -2,7 +2,11 @@
 test_cuda_decode.py runs its tests with this kernel, too."""
 
 import math
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import flash_attn_2_cuda
 import pytest
@@ -12,7 +16,9 @@ from harness_cuda import no_hopper, poisoned_repeats
 from harness_kvcache import Cache, run
 from oracle import attention
 from poison import REPEATS
+from test_cuda_racecheck import copy_texts, module_in
 
+import flash_attn
 from flash_attn import explain, flash_attn_varlen_func, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
@@ -168,6 +174,69 @@ def test_graph_replay_while_lengths_grow(page):
         got = out.clone(), k.clone(), v.clone()
         k.copy_(before[0]), v.copy_(before[1])
         assert all(torch.equal(x, y) for x, y in zip(got, (call(), k, v))), lengths
+
+
+def test_packed_keys_are_no_cache():
+    """Left padding of packed keys. The plan leaves such keys to kernels that know where a sequence begins."""
+    flash_attn_2_cuda.set_cuda_kernels(None)
+    torch.manual_seed(0)
+    lengths, pads, d = (700, 500, 900), (30, 0, 200), 128
+    q, k, v = (torch.randn(n, h, d, dtype=torch.bfloat16) for n, h in ((900, 8), (2100, 2), (2100, 2)))
+    cu_q, cu_k, left = ((0, 300, 600, 900), (0, 700, 1200, 2100), pads)
+    cu_q, cu_k, left = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cu_q, cu_k, left))
+    tensors = [x.cuda() for x in (q, k, v)]
+    options = None, None, 300, 900, 0.0, d**-0.5, False, True, -1, -1, 0.0, False, None
+    out, *_ = flash_attn_2_cuda.varlen_fwd(*tensors, None, cu_q, cu_k, None, left, *options)
+    for n, (length, pad) in enumerate(zip(lengths, pads)):
+        rows, end = slice(300 * n, 300 * n + 300), int(cu_k[n + 1])
+        keys = slice(end - length + pad, end)
+        ref, _ = attention(*(x.double() for x in (q[rows], k[keys], v[keys])), causal=True)
+        plain, _ = attention(q[rows], k[keys], v[keys], causal=True)
+        check("out", out[rows].cpu(), ref, plain, scale=max(largest(ref), size_of_values(v)))
+
+
+@pytest.mark.parametrize("page", (0, 16))
+def test_a_cache_or_a_table_without_rows(page):
+    """cache_batch_idx names rows that are not there. No row sees a key."""
+    shape = (5, page, 2, 64) if page else (0, 64, 2, 64)
+    q = torch.randn(2, 300, 8, 64, device="cuda", dtype=torch.bfloat16)
+    pool = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    rows = torch.arange(2, dtype=torch.int32, device="cuda")
+    table = {"block_table": rows[:0].view(0, 3)} if page else {}
+    out, lse = flash_attn_with_kvcache(
+        q, *pool, cache_seqlens=rows + 1, cache_batch_idx=rows, return_softmax_lse=True, **table
+    )
+    assert not out.any() and (lse == math.inf).all()
+
+
+WAITS = {"value": "mbarrier_wait(&smem.q_full[", "query": "mbarrier_wait(&smem.q_empty["}
+LATE = """
+import torch
+from flash_attn import flash_attn_with_kvcache
+torch.manual_seed(0)
+for d in (128, 256):
+    q = torch.randn(4, 1000, 8, d, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(4, 640, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for lengths in ((0, 0, 0, 0), (64, 3, 0, 64), (640, 0, 64, 1)):
+        used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
+        for n, length in enumerate(lengths):
+            keys, values = (x[n, :length].float().repeat_interleave(4, 1) for x in (k, v))
+            probs = torch.softmax(torch.einsum("ihd,jhd->hij", q[n].float(), keys) * d**-0.5, -1)
+            assert (out[n] - torch.einsum("hij,jhd->ihd", probs, values)).abs().max() < 3e-2
+"""
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_warps_and_lanes_that_come_late(wait, tmp_path):
+    """The warp that loads V, or a lane of the warp that loads Q, looks at an mbarrier 50 us late. Meanwhile tiles
+    without keys must not pass by."""
+    module_in(tmp_path)
+    late = "if (CACHE && threadIdx.x % 32 == 5) __nanosleep(50000); " + WAITS[wait]
+    copy_texts(tmp_path / "csrc" / "cuda", "attn_fwd_producer.cuh", WAITS[wait], late)
+    path = os.pathsep.join([str(tmp_path), str(Path(flash_attn.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "FLASH_ATTN_CUDA_KERNEL": "any,fwd_sm90"}
+    subprocess.run([sys.executable, "-c", LATE], cwd=tmp_path, env=environment, check=True, timeout=120)
 
 
 def test_the_plan_takes_the_kernel_for_prompts():

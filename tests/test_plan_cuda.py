@@ -63,6 +63,7 @@ int main(int argc, char **argv) {
         SET("splits", p.num_splits) SET("margin", p.sm_margin) SET("chunk", p.attention_chunk) SET("empty", p.empty_lse)
         if (strncmp(name, "used_q=", 7) == 0) p.seqused_q = offsets;
         if (strncmp(name, "packed_q=", 9) == 0) p.cu_seqlens_q = offsets;
+        if (strncmp(name, "packed_k=", 9) == 0) p.cu_seqlens_k = offsets;
         if (strncmp(name, "qv=", 3) == 0) p.qv.data = memory;
         if (strncmp(name, "probs=", 6) == 0) p.s_dmask = memory;
         if (strncmp(name, "pass=", 5) == 0) p.pass = (fa_pass)x;
@@ -446,6 +447,7 @@ def test_sums_of_pieces_are_counted_in_32_bits(plan):
         ({"new": 3, "right": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_causal_cache"),
         ({"used": 1, "len_q": 300, "alibi": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_score_cache"),
         ({"len_q": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q16"),
+        ({"leftpad": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q64"),
         ({"len_q": 1, "dropout": 0.5}, "attn_fwd_sm90_bf16_d128_q128kv128_dropout"),
         ({"len_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64"),
         ({"len_q": 1, "softcap": 1001}, "attn_fwd_sm80_bf16_d128_q128kv32s2_score"),
@@ -695,6 +697,12 @@ def test_clusters_where_there_are_few_heads(plan, numbers, cluster):
         ),
         ({"pages": 8, "page": 12}, "attn_fwd_any_bf16_d128_q128kv64", "it wants pages of a multiple of 8 keys"),
         ({"pages": 8, "leftpad": 1}, "attn_fwd_any_bf16_d128_q128kv64", "no left padding beside a block table"),
+        ({"packed_k": 1, "used": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3", "no lengths beside dense queries"),
+        (
+            {"packed_k": 1, "leftpad": 1},
+            "attn_fwd_any_bf16_d128_q128kv64_of3",
+            "of packed keys it takes no left padding",
+        ),
         ({"pages": 8, "page": 2**30}, "attn_fwd_any_bf16_d128_q128kv64", "it counts keys of a KV cache up to 2^30"),
         ({"pages": 8, "k_batch": 4}, "attn_fwd_any_bf16_d128_q128kv64", "strides that are multiples of 8 elements"),
         ({"d": 12}, "attn_fwd_any_bf16_d48_q128kv64", "a head dimension that is a multiple of 8"),

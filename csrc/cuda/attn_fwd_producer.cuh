@@ -137,6 +137,7 @@ struct producer {
     DEVICE void load_q() {
         const tile &t = smem.tiles[slots.stage];
         mbarrier_wait(&smem.q_empty[q.stage], q.parity ^ 1);
+        if (CACHE) __syncwarp(); /* All lanes have waited. Without keys no other step would hold the leader back. */
         if (!is_leader()) return;
         if (t.has_rows())
             load<BLOCK_Q, D_QK>(smem.q[q.stage], &p.q, &smem.q_full[q.stage], t.q_origin + t.row, t.head, t.q_batch,
@@ -178,7 +179,8 @@ struct producer {
     }
 };
 
-/* With a cache: loads V. Like consumers it learns of work tiles from Q's mbarrier. Whole warp. */
+/* With a cache: loads V. Like consumers it learns of work tiles from Q's mbarrier, and arrives at q_empty when it has
+ * read the work tile. Whole warp. */
 struct value_producer {
     const params &p;
     shared_memory &smem;
@@ -190,12 +192,13 @@ struct value_producer {
         loaded_walk walk{smem.entry_ring};
         cached_keys keys;
         for (;; q.next(), slots.next()) {
-            __syncwarp(); /* All lanes have waited for the last tile. */
             mbarrier_wait(&smem.q_full[q.stage], q.parity);
             const tile &t = smem.tiles[slots.stage];
             if (t.command == END) break;
             walk.begin(t);
             keys.begin(p, t, walk.key_tile());
+            __syncwarp(); /* All lanes have waited and read. */
+            if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&smem.q_empty[q.stage]);
 #pragma unroll 1
             for (; walk.has_next(); walk.take()) {
                 mbarrier_wait(&smem.v_empty[v.stage], v.parity ^ 1);

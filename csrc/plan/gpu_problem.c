@@ -305,8 +305,11 @@ bool fa_reads_cache(const fa_problem *p) {
 }
 
 fa_cache_pages fa_cache_pages_of(const fa_problem *p) {
-    if (p->paged) return (fa_cache_pages){p->num_pages, p->page_size, p->block_table_cols * p->page_size};
-    return (fa_cache_pages){p->cache_rows > p->b ? p->cache_rows : p->b, p->len_kv, p->len_kv};
+    const bool has_rows = !p->cache_batch_idx || p->cache_rows > 0;
+    const int64_t rows = p->cache_rows > p->b ? p->cache_rows : p->b;
+    if (p->paged)
+        return (fa_cache_pages){has_rows ? p->num_pages : 0, p->page_size, p->block_table_cols * p->page_size};
+    return (fa_cache_pages){has_rows ? rows : 0, p->len_kv, p->len_kv};
 }
 
 int fa_cache_box(const fa_problem *p, int block_kv) {
@@ -323,6 +326,8 @@ const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
     const fa_cache_pages pages = fa_cache_pages_of(p);
     NEEDS(!p->flex, "it takes no mod and no block mask beside a KV cache");
     NEEDS(!(p->paged && p->leftpad_k), "it takes no left padding beside a block table");
+    NEEDS(p->paged || !p->cu_seqlens_k || !fa_reads_cache(p),
+          "of packed keys it takes no left padding, and no lengths beside dense queries");
     NEEDS(fa_cache_box(p, 32) % SWIZZLED_ROWS == 0, "it wants pages of a multiple of 8 keys");
     NEEDS(pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
               p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,

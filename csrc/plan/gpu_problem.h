@@ -125,7 +125,7 @@ void fa_plan_mods(const fa_problem *problem, fa_plan *plan);
 bool fa_reads_cache(const fa_problem *problem);
 
 /* The pages of a KV cache: their number, the keys of a page, and the keys that a sequence has room for. A cache without
- * a block table has a page for each of its rows. */
+ * a block table has a page for each of its rows. A cache or a table without rows has no pages. */
 typedef struct {
     int64_t num, size, capacity;
 } fa_cache_pages;
