@@ -43,8 +43,8 @@ typedef struct {
     float softcap; /* in units of log2 */
     bool drops;    /* dropout is on, and keep_max allows a drop */
     fa_isa isa;
-    fa_flex_block_map map; /* flex */
-    atomic_bool failed;    /* flex: no memory for the programs */
+    fa_flex_seen seen;  /* flex */
+    atomic_bool failed; /* flex: no memory for the programs */
 } fwd_job;
 
 /* The state of a task: the layout's offsets as pointers, and the packed block of keys. */
@@ -69,6 +69,7 @@ typedef struct {
     int score_buffer;         /* index of the next buffer of scores, 0 or 1 */
     product_queue queue;
     const fa_flex_programs *programs; /* flex */
+    flex_own_views *own_views;        /* flex */
 } fwd_task;
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -87,22 +88,19 @@ static inline int64_t longest_row(const fa_problem *p) { return max_i64(p->d, p-
 
 /* Flex: the lanes of a tile, for the block of keys that starts at key `block`. */
 static flex_tile flex_tile_at(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
-    return flex_tile_of(t->programs, &t->job->map, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes,
-                        block, t->job->layout.block_kv);
+    return flex_tile_of(t->programs, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes, block,
+                        t->job->layout.block_kv);
 }
 
-/* Finds the keys [*first, *end) of [key, key_end) from the first to the last one that the tile sees. */
-static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, int64_t key_end, int64_t *first,
-                      int64_t *end) {
-    if (!t->p->flex) {
-        *first = max_i64(tile->first_key, key);
-        *end = min_i64(tile->end_key, key_end);
-        return *first < *end;
-    }
-    const fa_flex_block_map *map = &t->job->map;
+/* Flex: finds the keys [first_key, end_key) of the blocks that the tile sees. */
+static void find_blocks(const fwd_task *t, fa_fwd_tile *tile) {
+    const fa_flex_block_map *map = &t->job->seen.map;
     const uint8_t *kinds = fa_flex_kinds_of(map, t->s.b_idx, tile->head[0]);
     const int64_t row = fa_flex_mask_row(map, t->s.b_idx, tile->row[0]);
-    return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, key, min_i64(key_end, t->s.len_kv), first, end);
+    if (fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, 0, t->s.len_kv, &tile->first_key, &tile->end_key))
+        return;
+    tile->first_key = INT64_MAX;
+    tile->end_key = 0;
 }
 
 /* Sets the row and head of each lane, and the keys that the lane sees. */
@@ -124,10 +122,7 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
         if (p->alibi_slopes)
             tile->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]] * LOG2_E);
     }
-    if (p->flex && !find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
-        tile->first_key = INT64_MAX;
-        tile->end_key = 0;
-    }
+    if (p->flex) find_blocks(t, tile);
 }
 
 static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
@@ -200,30 +195,44 @@ static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
 typedef struct {
     int tile;
     int64_t begin, end; /* keys of the block; begin is a multiple of WORD_ELEMS */
-    bool masked, adjusts;
+    bool masked, adjusts, runs_flex;
+    flex_sight sight;  /* flex */
     bool rescales;     /* some alpha is not 1 */
     float *scores, *p; /* S^T and P, in the same buffer unless products overlap the softmax */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
 } fwd_step;
 
+/* Flex: finds the keys that the lanes see. Returns false if they see none. The bounds of the lanes tell what is masked,
+ * unless there are gaps between them, or a value that may bring NaN to a masked pair. */
+static bool find_flex_step(const fwd_task *t, fa_fwd_tile *tile, fwd_step *step) {
+    const fa_flex *flex = t->p->flex;
+    const flex_tile lanes = flex_tile_at(t, tile, t->block);
+    if (tile->first_key >= t->block + t->job->layout.block_kv || tile->end_key <= t->block) return false;
+    if (!flex_look(&t->job->seen, &lanes, t->own_views, tile->first, tile->end, &step->sight)) return false;
+    step->begin = step->sight.begin;
+    step->end = step->sight.end;
+    step->masked = step->sight.masked;
+    step->runs_flex = flex->score || flex->max_scores.data || !t->finite || step->sight.has_gaps;
+    step->adjusts = step->runs_flex || step->masked || !(t->scale > 0);
+    return true;
+}
+
 /* Finds the first tile from `tile` on that sees the block. Returns false if no tile does. */
 static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
     const int64_t last = t->block + t->job->layout.block_kv;
     for (; tile < t->num_tiles; tile++) {
-        const fa_fwd_tile *x = &t->tiles[tile];
-        int64_t begin, end;
-        if (!find_keys(t, x, t->block, last, &begin, &end)) continue;
+        fa_fwd_tile *x = &t->tiles[tile];
         step->tile = tile;
-        step->begin = (begin - t->block) / WORD_ELEMS * WORD_ELEMS;
-        step->end = end -= t->block;
         if (t->p->flex) {
-            const flex_tile lanes = flex_tile_at(t, x, t->block);
-            step->masked = false;
-            step->adjusts = t->p->flex->score || t->p->flex->max_scores.data || !(t->scale > 0) || !t->finite ||
-                            !flex_sees_all(&lanes, step->begin, end);
-            return true;
+            if (find_flex_step(t, x, step)) return true;
+            continue;
         }
-        step->masked = x->common_first > t->block + step->begin || x->common_end < t->block + end;
+        const int64_t begin = max_i64(x->first_key, t->block), end = min_i64(x->end_key, last);
+        if (begin >= end) continue;
+        step->begin = (begin - t->block) / WORD_ELEMS * WORD_ELEMS;
+        step->end = end - t->block;
+        step->runs_flex = false;
+        step->masked = x->common_first > t->block + step->begin || x->common_end < end;
         step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || t->p->bias.data || !(t->scale > 0);
         return true;
     }
@@ -318,9 +327,9 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
     const fwd_job *job = t->job;
     fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t lanes = tile->lanes, begin = step->begin, end = step->end;
-    if (step->adjusts && t->p->flex) {
+    if (step->runs_flex) {
         const flex_tile x = flex_tile_at(t, tile, t->block);
-        flex_hide(&x, begin, end, NULL, t->bytes);
+        flex_hide(&x, &step->sight, begin, end, tile->first, tile->end, t->bytes);
         flex_scores(&x, step->scores, begin, end, t->scale, t->bytes, step->new_max,
                     t->p->flex->max_scores.data ? tile->max_score : NULL);
         if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
@@ -465,9 +474,12 @@ static void fetch_block(const fwd_task *t) {
 static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
     const int64_t block_kv = t->job->layout.block_kv;
     for (block += block_kv; t->p->flex && block < end_key; block += block_kv) {
-        int64_t first, end;
-        for (int i = 0; i < t->num_tiles; i++)
-            if (find_keys(t, &t->tiles[i], block, block + block_kv, &first, &end)) return block;
+        const int64_t end = min_i64(block + block_kv, t->s.len_kv);
+        for (int i = 0; i < t->num_tiles; i++) {
+            const fa_fwd_tile *tile = &t->tiles[i];
+            const int64_t row = tile->row[0], row_end = row + tile->valid_lanes;
+            if (fa_flex_may_see(&t->job->seen, t->s.b_idx, tile->head[0], row, row_end, block, end)) return block;
+        }
     }
     return block;
 }
@@ -478,7 +490,8 @@ static float flex_score_scale(const fa_problem *p, int64_t b_idx, int64_t head_k
     return is_natural ? (float)p->scale : score_scale(p, b_idx, head_kv);
 }
 
-static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_programs *programs, char *scratch) {
+static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_programs *programs,
+                     flex_own_views *own_views, char *scratch) {
     const fa_fwd_layout *l = &job->layout;
     fwd_task t = {.job = job,
                   .p = job->p,
@@ -486,6 +499,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
                   .head_kv = task->head_kv,
                   .scale = flex_score_scale(job->p, task->b_idx, task->head_kv),
                   .programs = programs,
+                  .own_views = own_views,
                   .q_t = (float *)(scratch + l->q_t),
                   .o_t = (float *)(scratch + l->o_t),
                   .k = (float *)(scratch + l->k),
@@ -534,6 +548,8 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
 static void run_workers(int64_t begin, int64_t end, void *ctx) {
     fwd_job *job = ctx;
     fa_flex_programs programs;
+    flex_own_views own_views;
+    own_views.next = 0;
     if (!fa_flex_make_programs(job->p, job->isa, &programs)) {
         atomic_store(&job->failed, true);
         return;
@@ -542,32 +558,35 @@ static void run_workers(int64_t begin, int64_t end, void *ctx) {
     product_enter();
     for (int64_t w = begin; w < end; w++) {
         for (const fa_task *task; (task = fa_take_task(job->list));)
-            run_task(job, task, &programs, job->scratch + (size_t)w * job->layout.scratch_bytes);
+            run_task(job, task, &programs, &own_views, job->scratch + (size_t)w * job->layout.scratch_bytes);
     }
     product_leave();
     vec_leave(mode);
     fa_flex_free_programs(&programs);
 }
 
-/* Fills the map of the blocks, and sets the tasks' costs to the keys of blocks that their tiles see. */
-static void start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_t num_tasks) {
+/* Fills the map of the blocks, finds what is seen, and sets the tasks' costs to the keys of blocks that their tiles
+ * see. Returns false if there are no threads or no memory. */
+static bool start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_t num_tasks, const fa_pool *pool) {
     const fa_problem *p = job->p;
-    job->map = fa_flex_block_map_of(p);
-    job->map.kinds = (uint8_t *)job->scratch + (size_t)plan->cpu.threads * job->layout.scratch_bytes;
-    fa_flex_fill_block_map(&job->map, p->flex);
+    fa_flex_block_map map = fa_flex_block_map_of(p);
+    map.kinds = (uint8_t *)job->scratch + (size_t)plan->cpu.threads * job->layout.scratch_bytes;
+    fa_flex_fill_block_map(&map, p->flex);
     for (int64_t i = 0; i < num_tasks && plan->cpu.threads > 1; i++) {
         fa_task *task = &tasks[i];
         const fa_sequence s = fa_sequence_at(p, task->b_idx);
         const int64_t g = p->h / p->h_kv;
         task->cost = 0;
         for (int64_t tile = task->begin; tile < task->end; tile++) {
-            const uint8_t *kinds = fa_flex_kinds_of(&job->map, task->b_idx, task->head_kv * g + tile % g);
-            const int64_t first = fa_flex_mask_row(&job->map, task->b_idx, 0);
+            const uint8_t *kinds = fa_flex_kinds_of(&map, task->b_idx, task->head_kv * g + tile % g);
+            const int64_t first = fa_flex_mask_row(&map, task->b_idx, 0);
             int64_t row, row_end;
             fa_tile_rows(p, &s, plan->block_q, tile, tile + 1, &row, &row_end);
-            task->cost += fa_flex_count_keys(&job->map, kinds, first + row, first + row_end, 0, s.len_kv);
+            task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, 0, s.len_kv);
         }
     }
+    return fa_flex_find_seen(&job->seen, p, &map, plan->cpu.isa, plan->block_q, plan->block_kv, plan->cpu.threads,
+                             pool);
 }
 
 static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
@@ -583,13 +602,16 @@ static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .softcap = (float)(p->softcap * LOG2_E),
                    .drops = p->dropout_p > 0 && p->keep_max < 255,
                    .isa = plan->cpu.isa};
-    if (p->flex) start_flex(&job, plan, tasks, num_tasks);
+    if (p->flex && !start_flex(&job, plan, tasks, num_tasks, pool)) return false;
+    bool is_done = true;
     if (plan->cpu.threads > 1) {
         fa_sort_tasks(tasks, num_tasks);
-        return pool->parallel_for(plan->cpu.threads, run_workers, &job) && !job.failed;
+        is_done = pool->parallel_for(plan->cpu.threads, run_workers, &job);
+    } else {
+        run_workers(0, 1, &job); /* the work is too small to wake other threads */
     }
-    run_workers(0, 1, &job); /* the work is too small to wake other threads */
-    return !job.failed;
+    if (p->flex) fa_flex_free_seen(&job.seen);
+    return is_done && !job.failed;
 }
 
 #endif

@@ -1,0 +1,242 @@
+#include "flex_seen.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "macros.h"
+
+enum { ROWS = FA_FLEX_VIEW_ROWS, WORDS = FA_FLEX_VIEW_WORDS };
+
+/* What a table may take. NOTE: bits without gaps are written to the worker's own place, so that most of this memory
+ * is never touched. */
+static const int64_t most_table_bytes = 64 << 20;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- one view ---------------------------------------------------------------------------------------------------- */
+
+/* A bit for each row. */
+typedef struct {
+    uint64_t word[WORDS];
+} row_bits;
+
+/* Bits of 64 bytes of 0 and 1. */
+static uint64_t bits_of(const uint8_t *bytes) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 64; i += 8) {
+        uint64_t eight = 0;
+        UNROLL for (int j = 0; j < 8; j++) eight |= (uint64_t)bytes[i + j] << 8 * j; /* one load */
+        bits |= (eight * 0x0102040810204080u >> 56) << i;
+    }
+    return bits;
+}
+
+static uint64_t first_bits(int64_t num) { return num >= 64 ? UINT64_MAX : num > 0 ? ((uint64_t)1 << num) - 1 : 0; }
+
+/* Adds rows [begin, end). */
+static void add_rows(row_bits *rows, int64_t begin, int64_t end) {
+    for (int w = 0; w < WORDS; w++) rows->word[w] |= first_bits(end - 64 * w) & ~first_bits(begin - 64 * w);
+}
+
+static void write_rows(uint8_t *of_row, uint64_t rows, uint8_t value) {
+    for (; rows; rows &= rows - 1) of_row[TRAILING_ZEROS(rows)] = value;
+}
+
+/* Rows of a view in one column of blocks of the mask. */
+typedef struct {
+    row_bits partial, full;
+    bool any_partial;
+} column_rows;
+
+static void read_column(const fa_flex_block_map *m, const uint8_t *kinds, int64_t mask_row, int num_rows,
+                        int64_t column, column_rows *c) {
+    *c = (column_rows){.any_partial = false};
+    for (int64_t row = 0, stop; row < num_rows; row = stop) {
+        const int64_t r = (mask_row + row) / m->block_q;
+        const uint8_t kind = kinds[r * m->columns + column];
+        const bool is_full = kind == FA_FLEX_FULL || !m->has_mask_mod;
+        stop = least((r + 1) * m->block_q - mask_row, num_rows);
+        if (kind == FA_FLEX_EMPTY) continue;
+        add_rows(is_full ? &c->full : &c->partial, row, stop);
+        c->any_partial |= !is_full;
+    }
+}
+
+int32_t fa_flex_see(const fa_flex_seen *seen, fa_flex_evaluator *mask, int64_t b_idx, int64_t head, int64_t row,
+                    int num_rows, int64_t block, fa_flex_view *view, uint64_t *bits) {
+    const fa_flex_block_map *m = &seen->map;
+    const uint8_t *kinds = fa_flex_kinds_of(m, b_idx, head);
+    const int64_t len_kv = fa_sequence_at(seen->p, b_idx).len_kv, mask_row = fa_flex_mask_row(m, b_idx, row);
+    const int num_keys = (int)least(len_kv - block, seen->block_kv);
+    row_bits ever = {{0}}, before = {{0}}, ended = {{0}}, gaps = {{0}}, all = {{0}};
+    column_rows c = {.any_partial = false};
+    int64_t column_end = 0;
+    bool has_started = false;
+    memset(view->first, 255, sizeof view->first);
+    memset(view->end, 0, sizeof view->end);
+    add_rows(&all, 0, num_rows);
+    for (int key = 0; key < num_keys; key++) {
+        const uint8_t *allowed = NULL;
+        if (key >= column_end) {
+            const int64_t column = (block + key) / m->block_kv;
+            read_column(m, kinds, mask_row, num_rows, column, &c);
+            column_end = (column + 1) * m->block_kv - block;
+            if (c.any_partial && !has_started) {
+                fa_flex_start_head(mask, b_idx, head);
+                fa_flex_start_lines(mask, block, num_keys);
+                fa_flex_start_lanes(mask, row + fa_flex_first_query(seen->p->flex, b_idx), num_rows);
+                has_started = true;
+            }
+        }
+        if (c.any_partial) allowed = fa_flex_line(mask, key, NULL, NULL);
+        for (int w = 0; w < WORDS; w++) {
+            uint64_t now = c.full.word[w];
+            if (allowed && c.partial.word[w]) now |= c.partial.word[w] & bits_of(allowed + 64 * w);
+            write_rows(view->first + 64 * w, now & ~ever.word[w], (uint8_t)key);
+            write_rows(view->end + 64 * w, before.word[w] & ~now, (uint8_t)key);
+            ended.word[w] |= before.word[w] & ~now;
+            gaps.word[w] |= ended.word[w] & now;
+            ever.word[w] |= now;
+            all.word[w] &= now;
+            bits[key * WORDS + w] = before.word[w] = now;
+        }
+    }
+    bool any = false, is_all = num_keys > 0;
+    view->has_gaps = false;
+    row_bits rows = {{0}};
+    add_rows(&rows, 0, num_rows);
+    for (int w = 0; w < WORDS; w++) {
+        write_rows(view->end + 64 * w, before.word[w], (uint8_t)num_keys);
+        any |= ever.word[w] != 0;
+        is_all &= all.word[w] == rows.word[w];
+        view->has_gaps |= gaps.word[w] != 0;
+    }
+    return is_all ? FA_FLEX_SEES_ALL : any ? FA_FLEX_SEES_SOME : FA_FLEX_SEES_NOTHING;
+}
+
+/* ---- the table --------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    fa_flex_seen *seen;
+    fa_isa isa;
+    _Atomic int64_t next; /* the first band that no worker has taken */
+    atomic_bool failed;
+} search;
+
+/* The kind of a band on a block, as far as the blocks of the mask tell. */
+static int32_t kind_of_blocks(const fa_flex_seen *seen, int64_t b_idx, int64_t head, int64_t row, int64_t row_end,
+                              int64_t block, int64_t block_end) {
+    const fa_flex_block_map *m = &seen->map;
+    const uint8_t *kinds = fa_flex_kinds_of(m, b_idx, head);
+    const int64_t first = fa_flex_mask_row(m, b_idx, row) / m->block_q;
+    const int64_t last = fa_flex_mask_row(m, b_idx, row_end - 1) / m->block_q;
+    bool any = false, all = true;
+    if (block >= block_end) return FA_FLEX_SEES_NOTHING;
+    for (int64_t r = first; r <= last; r++)
+        for (int64_t c = block / m->block_kv; c <= (block_end - 1) / m->block_kv; c++) {
+            const uint8_t kind = kinds[r * m->columns + c];
+            any |= kind != FA_FLEX_EMPTY;
+            all &= kind == FA_FLEX_FULL || (kind == FA_FLEX_PARTIAL && !m->has_mask_mod);
+        }
+    return all ? FA_FLEX_SEES_ALL : any ? FA_FLEX_SEES_SOME : FA_FLEX_SEES_NOTHING;
+}
+
+/* Batches and heads that have views of their own. */
+static void count_heads(fa_flex_seen *seen) {
+    const fa_problem *p = seen->p;
+    const fa_flex_program *mask = p->flex->mask ? p->flex->mask->program : NULL;
+    const uint8_t depends = mask ? mask->instructions[mask->num_instructions - 1].depends : 0;
+    const bool lengths_differ = p->seqused_k || p->flex->q_offset;
+    seen->num_b = lengths_differ || depends & FA_FLEX_ON_B ? p->b : least(p->b, seen->map.mask_b);
+    seen->num_h = depends & FA_FLEX_ON_H ? p->h : least(p->h, seen->map.mask_h);
+}
+
+/* Counts the views, and writes their numbers to the kinds. */
+static int64_t number_views(const fa_flex_seen *seen) {
+    const fa_problem *p = seen->p;
+    int64_t count = 0;
+    int32_t *kind = seen->kinds;
+    for (int64_t i = 0; i < seen->num_b * seen->num_h; i++) {
+        const int64_t b_idx = i / seen->num_h, len_kv = fa_sequence_at(p, b_idx).len_kv;
+        for (int64_t band = 0; band < seen->bands; band++)
+            for (int64_t block = 0; block < seen->blocks; block++, kind++) {
+                const int64_t row = band * seen->band_rows, key = block * seen->block_kv;
+                *kind = kind_of_blocks(seen, b_idx, i % seen->num_h, row, least(row + seen->band_rows, p->len_q), key,
+                                       least(key + seen->block_kv, len_kv));
+                if (*kind == FA_FLEX_SEES_SOME) *kind = (int32_t)count++;
+            }
+    }
+    return count;
+}
+
+/* Finds the views of the bands that no other worker takes. */
+static void see_bands(int64_t begin, int64_t end, void *ctx) {
+    search *x = ctx;
+    const fa_flex_seen *seen = x->seen;
+    const fa_problem *p = seen->p;
+    const int64_t num_bands = seen->num_b * seen->num_h * seen->bands;
+    uint64_t own[FA_FLEX_TILE * WORDS];
+    (void)begin, (void)end;
+    fa_flex_evaluator *mask = p->flex->mask ? fa_flex_evaluator_new(p->flex->mask, x->isa, false) : NULL;
+    if (p->flex->mask && !mask) atomic_store(&x->failed, true);
+    for (int64_t i; !x->failed && (i = atomic_fetch_add_explicit(&x->next, 1, memory_order_relaxed)) < num_bands;) {
+        const int64_t heads = i / seen->bands, row = i % seen->bands * seen->band_rows;
+        for (int64_t block = 0; block < seen->blocks; block++) {
+            int32_t *kind = &seen->kinds[i * seen->blocks + block];
+            if (*kind < 0) continue;
+            fa_flex_view *view = &seen->views[*kind];
+            const int32_t found =
+                fa_flex_see(seen, mask, heads / seen->num_h, heads % seen->num_h, row,
+                            (int)least(seen->band_rows, p->len_q - row), block * seen->block_kv, view, own);
+            const size_t words = (size_t)seen->block_kv * WORDS;
+            if (view->has_gaps) memcpy(seen->bits + (size_t)*kind * words, own, words * sizeof *own);
+            if (found != FA_FLEX_SEES_SOME) *kind = found;
+        }
+    }
+    fa_flex_evaluator_free(mask);
+}
+
+bool fa_flex_find_seen(fa_flex_seen *seen, const fa_problem *p, const fa_flex_block_map *map, fa_isa isa, int block_q,
+                       int block_kv, int threads, const fa_pool *pool) {
+    *seen = (fa_flex_seen){.p = p,
+                           .map = *map,
+                           .block_kv = block_kv,
+                           .band_rows = ROWS / block_q * block_q,
+                           .blocks = (p->len_kv + block_kv - 1) / block_kv};
+    seen->bands = (p->len_q + seen->band_rows - 1) / seen->band_rows;
+    count_heads(seen);
+    const int64_t num_kinds = seen->num_b * seen->num_h * seen->bands * seen->blocks;
+    if (num_kinds <= 0 || num_kinds > most_table_bytes / 16) return true;
+    seen->kinds = malloc((size_t)num_kinds * sizeof *seen->kinds);
+    if (!seen->kinds) return true;
+    const int64_t num_views = number_views(seen);
+    if (num_views == 0) return true;
+    const int64_t bits_bytes = (int64_t)sizeof(uint64_t) * WORDS * block_kv;
+    if (num_views < most_table_bytes / (bits_bytes + (int64_t)sizeof(fa_flex_view))) {
+        seen->views = malloc((size_t)num_views * sizeof *seen->views);
+        seen->bits = malloc((size_t)(num_views * bits_bytes));
+    }
+    if (!seen->views || !seen->bits) {
+        fa_flex_free_seen(seen); /* each step finds its own view */
+        return true;
+    }
+    search x = {.seen = seen, .isa = isa};
+    const int64_t views_of_thread = 8; /* fewer are found while another thread wakes */
+    const bool wakes_others = threads > 1 && num_views > views_of_thread;
+    bool is_done = true;
+    if (wakes_others)
+        is_done = pool->parallel_for(threads, see_bands, &x);
+    else
+        see_bands(0, 1, &x);
+    if (is_done && !x.failed) return true;
+    fa_flex_free_seen(seen);
+    return false;
+}
+
+void fa_flex_free_seen(fa_flex_seen *seen) {
+    free(seen->kinds);
+    free(seen->views);
+    free(seen->bits);
+    seen->kinds = NULL, seen->views = NULL, seen->bits = NULL;
+}
