@@ -322,20 +322,75 @@ static void step_scores(fwd_task *t, fwd_step *step) {
         product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
 }
 
+/* P = exp2(S - max), of lanes [lane, lane_end) on keys [begin, end). options: of the scores; NULL: they have none, or
+ * they are adjusted already. */
+static void softmax_part(fwd_task *t, fwd_step *step, const score_options *options, int64_t lane, int64_t lane_end,
+                         int64_t begin, int64_t end) {
+    fa_fwd_tile *tile = &t->tiles[step->tile];
+    if (options) {
+        score_options o = *options;
+        if (o.slope) o.slope += lane;
+        if (o.bias) o.bias += (begin - step->begin) * tile->lanes + lane;
+        o.first += lane, o.end += lane, o.diagonal += lane;
+        scores_adjust(step->scores + lane, tile->lanes, lane_end - lane, begin, end, &o, step->new_max + lane);
+    }
+    const softmax_args softmax = {.scores = step->scores + lane,
+                                  .p = step->p + lane,
+                                  .stride = tile->lanes,
+                                  .lanes = lane_end - lane,
+                                  .begin = begin,
+                                  .end = end,
+                                  .scale = t->scale,
+                                  .new_max = step->new_max + lane,
+                                  .row_max = tile->row_max + lane,
+                                  .row_sum = tile->row_sum + lane,
+                                  .alpha = step->alpha + lane,
+                                  .bytes = t->job->drops ? t->bytes + lane : NULL,
+                                  .keep_max = t->p->keep_max,
+                                  .queue = &t->queue};
+    if (step->adjusts)
+        softmax_step(&softmax);
+    else
+        softmax_step_scaling(&softmax);
+}
+
+/* The same lanes of the tile that a product over keys takes together, on the keys that they see. */
+static void softmax_seen(fwd_task *t, fwd_step *step, const score_options *options) {
+    const fa_fwd_tile *tile = &t->tiles[step->tile];
+    const int64_t key_0 = t->block + step->begin;
+    for (int64_t lane = 0; lane < tile->lanes; lane += SEEN_LANES) {
+        const int64_t lane_end = min_i64(lane + SEEN_LANES, tile->lanes);
+        int64_t key, stop;
+        if (fa_keys_of_lanes(tile->first, tile->end, lane, lane_end, key_0, step->end - step->begin, &key, &stop))
+            softmax_part(t, step, options, lane, lane_end, step->begin + key, step->begin + stop);
+        else
+            for (int64_t i = lane; i < lane_end; i++) step->alpha[i] = 1.0f;
+    }
+}
+
 /* P = exp2(S - max) */
 static void step_softmax(fwd_task *t, fwd_step *step) {
     const fwd_job *job = t->job;
     fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t lanes = tile->lanes, begin = step->begin, end = step->end;
+    float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
+    score_options options = {.scale = t->scale,
+                             .softcap = job->softcap,
+                             .slope = t->p->alibi_slopes ? tile->slope : NULL,
+                             .diagonal = diagonal,
+                             .bias = t->p->bias.data ? t->bias : NULL,
+                             .first = first,
+                             .end = stop,
+                             .masked = step->masked};
+    const bool has_options = step->adjusts && !step->runs_flex;
     if (step->runs_flex) {
         const flex_tile x = flex_tile_at(t, tile, t->block);
         flex_hide(&x, &step->sight, begin, end, tile->first, tile->end, t->bytes);
         flex_scores(&x, step->scores, begin, end, t->scale, t->bytes, step->new_max,
                     t->p->flex->max_scores.data ? tile->max_score : NULL);
         if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
-    } else if (step->adjusts) {
+    } else if (has_options) {
         const int64_t block_kv = job->layout.block_kv;
-        float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
         for (int lane = 0; lane < lanes; lane++) {
             first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), block_kv);
             stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
@@ -344,37 +399,15 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
         if (t->p->bias.data)
             bias_tile(t->bias, &t->p->bias, t->s.b_idx, tile->row, tile->head, lanes, t->s.kv_row + t->block + begin,
                       min_i64(end, t->s.len_kv - t->block) - begin);
-        score_options options = {.scale = t->scale,
-                                 .softcap = job->softcap,
-                                 .slope = t->p->alibi_slopes ? tile->slope : NULL,
-                                 .diagonal = diagonal,
-                                 .bias = t->p->bias.data ? t->bias : NULL,
-                                 .first = first,
-                                 .end = stop,
-                                 .masked = step->masked};
-        scores_adjust(step->scores, lanes, begin, end, &options, step->new_max);
     }
     if (job->drops)
         dropout_bytes(t->bytes, lanes, begin, end, t->p->seed,
                       fa_dropout_stream(t->p->offset, t->s.b_idx, t->p->h, tile->head[0]), tile->row[0], t->block);
-    softmax_args softmax = {.scores = step->scores,
-                            .p = step->p,
-                            .lanes = lanes,
-                            .begin = begin,
-                            .end = end,
-                            .scale = t->scale,
-                            .new_max = step->new_max,
-                            .row_max = tile->row_max,
-                            .row_sum = tile->row_sum,
-                            .alpha = step->alpha,
-                            .bytes = job->drops ? t->bytes : NULL,
-                            .keep_max = t->p->keep_max,
-                            .queue = &t->queue};
     product_spread(&t->queue, lanes / LANES * ((end - begin + SOFTMAX_KEYS - 1) / SOFTMAX_KEYS));
-    if (step->adjusts)
-        softmax_step(&softmax);
+    if (step->masked && !PRODUCT_OVERLAPS)
+        softmax_seen(t, step, has_options ? &options : NULL);
     else
-        softmax_step_scaling(&softmax);
+        softmax_part(t, step, has_options ? &options : NULL, 0, lanes, begin, end);
     step->rescales = false;
     for (int lane = 0; lane < lanes; lane++) step->rescales |= step->alpha[lane] != 1.0f;
 }

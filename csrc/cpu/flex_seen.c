@@ -16,31 +16,58 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- one view ---------------------------------------------------------------------------------------------------- */
 
-/* A bit for each row. */
+/* A bit for each row, in the order that flex_seen.h describes. */
 typedef struct {
     uint64_t word[WORDS];
 } row_bits;
 
-/* Bits of 64 bytes of 0 and 1. */
+/* Bits of 64 bytes of 0 and 1: eight rows at a time. */
 static uint64_t bits_of(const uint8_t *bytes) {
     uint64_t bits = 0;
-    for (int i = 0; i < 64; i += 8) {
+    UNROLL for (int k = 0; k < 8; k++) {
         uint64_t eight = 0;
-        UNROLL for (int j = 0; j < 8; j++) eight |= (uint64_t)bytes[i + j] << 8 * j; /* one load */
-        bits |= (eight * 0x0102040810204080u >> 56) << i;
+        UNROLL for (int j = 0; j < 8; j++) eight |= (uint64_t)bytes[8 * k + j] << 8 * j; /* one load */
+        bits |= eight << k;
     }
     return bits;
 }
 
-static uint64_t first_bits(int64_t num) { return num >= 64 ? UINT64_MAX : num > 0 ? ((uint64_t)1 << num) - 1 : 0; }
+/* Bits of the rows [0, num) of 64. */
+static uint64_t first_bits(int64_t num) {
+    uint64_t x = num >= 64 ? UINT64_MAX : num > 0 ? ((uint64_t)1 << num) - 1 : 0, t;
+    t = (x ^ x >> 7) & 0x00aa00aa00aa00aa, x ^= t ^ t << 7; /* transposes 8 x 8 bits */
+    t = (x ^ x >> 14) & 0x0000cccc0000cccc, x ^= t ^ t << 14;
+    t = (x ^ x >> 28) & 0x00000000f0f0f0f0, x ^= t ^ t << 28;
+    return x;
+}
 
 /* Adds rows [begin, end). */
 static void add_rows(row_bits *rows, int64_t begin, int64_t end) {
     for (int w = 0; w < WORDS; w++) rows->word[w] |= first_bits(end - 64 * w) & ~first_bits(begin - 64 * w);
 }
 
-static void write_rows(uint8_t *of_row, uint64_t rows, uint8_t value) {
-    for (; rows; rows &= rows - 1) of_row[TRAILING_ZEROS(rows)] = value;
+static void write_rows(uint8_t *of_row, uint64_t rows, int64_t value) {
+    for (; rows; rows &= rows - 1) {
+        const int bit = TRAILING_ZEROS(rows);
+        of_row[bit % 8 * 8 + bit / 8] = (uint8_t)value;
+    }
+}
+
+/* What is known of the rows of a view after some keys. */
+typedef struct {
+    uint64_t now, ever, ended, gaps, always;
+} row_history;
+
+/* Rows `now` of word w see keys from `key` on. */
+static void note(fa_flex_view *view, row_history *h, int w, int64_t key, uint64_t now) {
+    const uint64_t ends = h->now & ~now;
+    write_rows(view->first + 64 * w, now & ~h->ever, key);
+    write_rows(view->end + 64 * w, ends, key);
+    h->ended |= ends;
+    h->gaps |= h->ended & now;
+    h->ever |= now;
+    h->always &= now;
+    h->now = now;
 }
 
 /* Rows of a view in one column of blocks of the mask. */
@@ -63,54 +90,79 @@ static void read_column(const fa_flex_block_map *m, const uint8_t *kinds, int64_
     }
 }
 
-int32_t fa_flex_see(const fa_flex_seen *seen, fa_flex_evaluator *mask, int64_t b_idx, int64_t head, int64_t row,
+/* Keys [key, end) of a block for which one answer may serve all rows. */
+typedef struct {
+    int64_t end;
+    bool is_told, allowed;
+} strip;
+
+static strip look_at_strip(const fa_flex_eyes *eyes, int64_t block, int64_t key, int64_t end) {
+    enum { STRIP = 16 };
+    strip s = {.end = least(end, (key / STRIP + 1) * STRIP)};
+    if (!eyes->bounds) return s;
+    fa_flex_bound_keys(eyes->bounds, block + key, block + s.end - 1);
+    const fa_flex_interval bounds = fa_flex_bound_block(eyes->bounds, 0);
+    s.is_told = bounds.hi == 0 || bounds.lo != 0;
+    s.allowed = bounds.lo != 0;
+    return s;
+}
+
+static void start(const fa_flex_eyes *eyes, int64_t b_idx, int64_t head, int64_t query, int num_rows, int64_t block,
+                  int num_keys) {
+    fa_flex_start_head(eyes->mask, b_idx, head);
+    fa_flex_start_lines(eyes->mask, block, num_keys);
+    fa_flex_start_lanes(eyes->mask, query, num_rows);
+    if (!eyes->bounds) return;
+    fa_flex_bound_head(eyes->bounds, b_idx, head);
+    fa_flex_bound_rows(eyes->bounds, 0, query, query + num_rows - 1);
+}
+
+int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_eyes *eyes, int64_t b_idx, int64_t head, int64_t row,
                     int num_rows, int64_t block, fa_flex_view *view, uint64_t *bits) {
     const fa_flex_block_map *m = &seen->map;
     const uint8_t *kinds = fa_flex_kinds_of(m, b_idx, head);
     const int64_t len_kv = fa_sequence_at(seen->p, b_idx).len_kv, mask_row = fa_flex_mask_row(m, b_idx, row);
-    const int num_keys = (int)least(len_kv - block, seen->block_kv);
-    row_bits ever = {{0}}, before = {{0}}, ended = {{0}}, gaps = {{0}}, all = {{0}};
-    column_rows c = {.any_partial = false};
-    int64_t column_end = 0;
+    const int64_t num_keys = least(len_kv - block, seen->block_kv);
+    row_history history[WORDS] = {{0}};
+    row_bits rows = {{0}};
     bool has_started = false;
     memset(view->first, 255, sizeof view->first);
     memset(view->end, 0, sizeof view->end);
-    add_rows(&all, 0, num_rows);
-    for (int key = 0; key < num_keys; key++) {
-        const uint8_t *allowed = NULL;
-        if (key >= column_end) {
-            const int64_t column = (block + key) / m->block_kv;
-            read_column(m, kinds, mask_row, num_rows, column, &c);
-            column_end = (column + 1) * m->block_kv - block;
-            if (c.any_partial && !has_started) {
-                fa_flex_start_head(mask, b_idx, head);
-                fa_flex_start_lines(mask, block, num_keys);
-                fa_flex_start_lanes(mask, row + fa_flex_first_query(seen->p->flex, b_idx), num_rows);
-                has_started = true;
-            }
+    add_rows(&rows, 0, num_rows);
+    for (int w = 0; w < WORDS; w++) history[w].always = rows.word[w];
+    for (int64_t key = 0, column_end; key < num_keys;) {
+        column_rows c;
+        const int64_t column = (block + key) / m->block_kv;
+        read_column(m, kinds, mask_row, num_rows, column, &c);
+        column_end = least((column + 1) * m->block_kv - block, num_keys);
+        if (c.any_partial && !has_started) {
+            start(eyes, b_idx, head, row + fa_flex_first_query(seen->p->flex, b_idx), num_rows, block, (int)num_keys);
+            has_started = true;
         }
-        if (c.any_partial) allowed = fa_flex_line(mask, key, NULL, NULL);
-        for (int w = 0; w < WORDS; w++) {
-            uint64_t now = c.full.word[w];
-            if (allowed && c.partial.word[w]) now |= c.partial.word[w] & bits_of(allowed + 64 * w);
-            write_rows(view->first + 64 * w, now & ~ever.word[w], (uint8_t)key);
-            write_rows(view->end + 64 * w, before.word[w] & ~now, (uint8_t)key);
-            ended.word[w] |= before.word[w] & ~now;
-            gaps.word[w] |= ended.word[w] & now;
-            ever.word[w] |= now;
-            all.word[w] &= now;
-            bits[key * WORDS + w] = before.word[w] = now;
+        while (key < column_end) {
+            const strip s = c.any_partial ? look_at_strip(eyes, block, key, column_end)
+                                          : (strip){.end = column_end, .is_told = true};
+            for (int w = 0; w < WORDS && s.is_told; w++) {
+                note(view, &history[w], w, key, c.full.word[w] | (s.allowed ? c.partial.word[w] : 0));
+                for (int64_t i = key; i < s.end; i++) bits[i * WORDS + w] = history[w].now;
+            }
+            for (; key < s.end && !s.is_told; key++) {
+                const uint8_t *allowed = fa_flex_line(eyes->mask, (int)key, NULL, NULL);
+                for (int w = 0; w < WORDS && 64 * w < num_rows; w++) {
+                    note(view, &history[w], w, key, c.full.word[w] | (c.partial.word[w] & bits_of(allowed + 64 * w)));
+                    bits[key * WORDS + w] = history[w].now;
+                }
+            }
+            key = s.end;
         }
     }
     bool any = false, is_all = num_keys > 0;
     view->has_gaps = false;
-    row_bits rows = {{0}};
-    add_rows(&rows, 0, num_rows);
     for (int w = 0; w < WORDS; w++) {
-        write_rows(view->end + 64 * w, before.word[w], (uint8_t)num_keys);
-        any |= ever.word[w] != 0;
-        is_all &= all.word[w] == rows.word[w];
-        view->has_gaps |= gaps.word[w] != 0;
+        write_rows(view->end + 64 * w, history[w].now, num_keys);
+        any |= history[w].ever != 0;
+        is_all &= history[w].always == rows.word[w];
+        view->has_gaps |= history[w].gaps != 0;
     }
     return is_all ? FA_FLEX_SEES_ALL : any ? FA_FLEX_SEES_SOME : FA_FLEX_SEES_NOTHING;
 }
@@ -170,31 +222,47 @@ static int64_t number_views(const fa_flex_seen *seen) {
     return count;
 }
 
+/* Bounds of an element that both the query and the key choose would be those of many elements. */
+static bool has_bounds(const fa_flex_program *mask) {
+    const uint8_t both = FA_FLEX_ON_Q | FA_FLEX_ON_KV;
+    for (int32_t i = 0; i < mask->num_instructions; i++)
+        if (mask->instructions[i].op == FA_FLEX_gather && (mask->instructions[i].depends & both) == both) return false;
+    return true;
+}
+
+/* Finds the views of a band. */
+static void see_band(const fa_flex_seen *seen, const fa_flex_eyes *eyes, int64_t i) {
+    const int64_t heads = i / seen->bands, row = i % seen->bands * seen->band_rows;
+    const int num_rows = (int)least(seen->band_rows, seen->p->len_q - row);
+    const size_t words = (size_t)seen->block_kv * WORDS;
+    uint64_t own[FA_FLEX_TILE * WORDS];
+    for (int64_t block = 0; block < seen->blocks; block++) {
+        int32_t *kind = &seen->kinds[i * seen->blocks + block];
+        if (*kind < 0) continue;
+        fa_flex_view *view = &seen->views[*kind];
+        const int32_t found = fa_flex_see(seen, eyes, heads / seen->num_h, heads % seen->num_h, row, num_rows,
+                                          block * seen->block_kv, view, own);
+        if (view->has_gaps) memcpy(seen->bits + (size_t)*kind * words, own, words * sizeof *own);
+        if (found != FA_FLEX_SEES_SOME) *kind = found;
+    }
+}
+
 /* Finds the views of the bands that no other worker takes. */
 static void see_bands(int64_t begin, int64_t end, void *ctx) {
     search *x = ctx;
     const fa_flex_seen *seen = x->seen;
-    const fa_problem *p = seen->p;
+    const fa_flex_bound *mask = seen->p->flex->mask;
     const int64_t num_bands = seen->num_b * seen->num_h * seen->bands;
-    uint64_t own[FA_FLEX_TILE * WORDS];
+    const fa_flex_eyes eyes = {
+        .mask = mask ? fa_flex_evaluator_new(mask, x->isa, false) : NULL,
+        .bounds = mask && has_bounds(mask->program) ? fa_flex_intervals_new(mask, NULL) : NULL,
+    };
     (void)begin, (void)end;
-    fa_flex_evaluator *mask = p->flex->mask ? fa_flex_evaluator_new(p->flex->mask, x->isa, false) : NULL;
-    if (p->flex->mask && !mask) atomic_store(&x->failed, true);
-    for (int64_t i; !x->failed && (i = atomic_fetch_add_explicit(&x->next, 1, memory_order_relaxed)) < num_bands;) {
-        const int64_t heads = i / seen->bands, row = i % seen->bands * seen->band_rows;
-        for (int64_t block = 0; block < seen->blocks; block++) {
-            int32_t *kind = &seen->kinds[i * seen->blocks + block];
-            if (*kind < 0) continue;
-            fa_flex_view *view = &seen->views[*kind];
-            const int32_t found =
-                fa_flex_see(seen, mask, heads / seen->num_h, heads % seen->num_h, row,
-                            (int)least(seen->band_rows, p->len_q - row), block * seen->block_kv, view, own);
-            const size_t words = (size_t)seen->block_kv * WORDS;
-            if (view->has_gaps) memcpy(seen->bits + (size_t)*kind * words, own, words * sizeof *own);
-            if (found != FA_FLEX_SEES_SOME) *kind = found;
-        }
-    }
-    fa_flex_evaluator_free(mask);
+    if (mask && !eyes.mask) atomic_store(&x->failed, true);
+    for (int64_t i; !x->failed && (i = atomic_fetch_add_explicit(&x->next, 1, memory_order_relaxed)) < num_bands;)
+        see_band(seen, &eyes, i);
+    fa_flex_evaluator_free(eyes.mask);
+    fa_flex_intervals_free(eyes.bounds);
 }
 
 bool fa_flex_find_seen(fa_flex_seen *seen, const fa_problem *p, const fa_flex_block_map *map, fa_isa isa, int block_q,

@@ -5,7 +5,8 @@
  *
  *   kinds    [num_b][num_h][bands][blocks]    nothing, everything, or the number of a view
  *   views    the keys of each row, from the first to the last one that it sees
- *   bits     [key][rows]: whether a row sees a key. They are read only where some row sees keys with gaps.
+ *   bits     [key][rows]: whether a row sees a key. They are read only where some row sees keys with gaps. Row
+ *            8 k + j of 64 is bit k of byte j of a word, so that eight rows are eight bytes, shifted by k.
  *
  * If the views of a call would take too much memory, there is no such table. Then each step finds its own view. */
 #ifndef FA_CPU_FLEX_SEEN_H
@@ -13,11 +14,12 @@
 
 #include "flex/block_map.h"
 #include "flex/evaluate.h"
+#include "flex/intervals.h"
 #include "pool.h"
 #include "sequence.h"
 
 #define FA_FLEX_VIEW_ROWS  FA_FLEX_TILE
-#define FA_FLEX_VIEW_WORDS (FA_FLEX_VIEW_ROWS / 64) /* words of the bits of a key; row i is bit i % 64 of word i / 64 */
+#define FA_FLEX_VIEW_WORDS (FA_FLEX_VIEW_ROWS / 64)
 
 /* Keys [first, end) of the block, in bytes. A row that sees no key has first 255 and end 0. */
 typedef struct {
@@ -43,9 +45,15 @@ bool fa_flex_find_seen(fa_flex_seen *seen, const fa_problem *problem, const fa_f
                        int block_q, int block_kv, int threads, const fa_pool *pool);
 void fa_flex_free_seen(fa_flex_seen *seen);
 
-/* Finds what rows [row, row + num_rows) of a head see of the block of keys that starts at key `block`. The lanes of
- * `mask` are rows; NULL: there is no mask_mod. Writes the view and its bits, and returns FA_FLEX_SEES_*. */
-int32_t fa_flex_see(const fa_flex_seen *seen, fa_flex_evaluator *mask, int64_t b_idx, int64_t head, int64_t row,
+/* What evaluates a mask_mod. */
+typedef struct {
+    fa_flex_evaluator *mask;   /* lanes are rows; NULL: there is no mask_mod */
+    fa_flex_intervals *bounds; /* tell most strips of keys that are masked or allowed as a whole; may be NULL */
+} fa_flex_eyes;
+
+/* Finds what rows [row, row + num_rows) of a head see of the block of keys that starts at key `block`. Writes the view
+ * and its bits, and returns FA_FLEX_SEES_*. */
+int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_eyes *eyes, int64_t b_idx, int64_t head, int64_t row,
                     int num_rows, int64_t block, fa_flex_view *view, uint64_t *bits);
 
 /* The table's kind of the band of a row, on a block of keys. */

@@ -59,7 +59,7 @@ typedef struct {
     bool masked;                      /* some lane does not see all of the keys */
     bool has_gaps;                    /* some lane does not see all keys between its first and its last */
     const uint64_t *bits;
-    int bit; /* of lane 0 */
+    int row; /* of the view: lane 0 */
 } flex_sight;
 
 /* Finds what the tile sees, and for each lane keys [first, end) of the sequence from the first to the last one. Returns
@@ -74,11 +74,11 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
         if (kind >= 0) {
             view = &seen->views[kind];
             sight->bits = seen->bits + (int64_t)kind * seen->block_kv * FA_FLEX_VIEW_WORDS;
-            sight->bit = (int)(t->row % seen->band_rows);
+            sight->row = (int)(t->row % seen->band_rows);
         }
     } else {
-        kind = fa_flex_see(seen, t->programs->mask, t->b_idx, t->head, t->row, t->valid_lanes, t->block,
-                           &own->view[own->next], own->bits[own->next]);
+        kind = fa_flex_see(seen, &(fa_flex_eyes){.mask = t->programs->mask}, t->b_idx, t->head, t->row, t->valid_lanes,
+                           t->block, &own->view[own->next], own->bits[own->next]);
     }
     if (kind == FA_FLEX_SEES_NOTHING) return false;
     int64_t low = 0, high = t->num_keys, most = 0, least = t->num_keys;
@@ -90,7 +90,7 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
     } else {
         low = 255, high = 0;
         for (int lane = 0; lane < t->valid_lanes; lane++) {
-            const int64_t begin = view->first[sight->bit + lane], stop = view->end[sight->bit + lane];
+            const int64_t begin = view->first[sight->row + lane], stop = view->end[sight->row + lane];
             first[lane] = t->block + begin;
             end[lane] = t->block + stop;
             if (begin < low) low = begin;
@@ -108,11 +108,9 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
     return low < high;
 }
 
-/* Fills eight bytes, from bits that say which lanes see a key. */
-static inline void flex_hide_eight(uint8_t *line, uint64_t bits) {
-    const uint64_t ones = 0x0101010101010101, each = (bits & 0xff) * ones & 0x8040201008040201;
-    const uint64_t hides = ~((each + 0x7f * ones) >> 7) & ones;
-    UNROLL for (int i = 0; i < 8; i++) line[i] = (uint8_t)(hides >> 8 * i); /* one store */
+/* Fills eight bytes, from the lowest bits of eight bytes that say which lanes see a key. */
+static inline void flex_hide_eight(uint8_t *line, uint64_t sees) {
+    UNROLL for (int i = 0; i < 8; i++) line[i] = (uint8_t)((~sees >> 8 * i) & 1); /* one store */
 }
 
 /* Fills `hidden` for keys [begin, end) of the block. A lane with first[lane] >= end[lane] sees none of them. */
@@ -124,7 +122,7 @@ OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, int64_t begi
         const bool is_seen = first[lane] < lane_end[lane];
         low[lane] = (uint8_t)(is_seen ? first[lane] - t->block : 255);
         high[lane] = (uint8_t)(is_seen ? lane_end[lane] - t->block : 0);
-        sees[lane / 64] |= (uint64_t)is_seen << lane % 64;
+        sees[lane / 64] |= (uint64_t)is_seen << (lane % 8 * 8 + lane % 64 / 8);
     }
     for (int64_t key = begin; key < end; key++) {
         uint8_t *line = hidden + key * t->lanes;
@@ -133,9 +131,9 @@ OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, int64_t begi
             memset(line, 1, (size_t)t->lanes);
         } else if (sight->has_gaps) {
             for (int lane = 0; lane < t->lanes; lane += 8) {
-                const int bit = sight->bit + lane;
-                const uint64_t bits = sight->bits[key * FA_FLEX_VIEW_WORDS + bit / 64] >> bit % 64;
-                flex_hide_eight(line + lane, bits & sees[lane / 64] >> lane % 64);
+                const int row = sight->row + lane;
+                const uint64_t bits = sight->bits[key * FA_FLEX_VIEW_WORDS + row / 64] >> row % 64 / 8;
+                flex_hide_eight(line + lane, bits & sees[lane / 64] >> lane % 64 / 8);
             }
         } else {
             for (int lane = 0; lane < t->lanes; lane += 16)

@@ -66,27 +66,39 @@ static inline void product_scores_seen(const product_args *p, const int64_t *fir
     }
 }
 
-/* A product that sums over keys from key_0 on. A few vectors of lanes at a time sum over the keys that they see. */
+/* Lanes that a product over keys takes together, where it takes only keys that they see. */
+#define SEEN_LANES ((UNROLL_VECS > 3 ? 2 : UNROLL_VECS) * LANES)
+
+/* Finds the keys [*key, *stop) of [0, most), counted from key_0, from the first to the last one that lanes
+ * [lane, lane_end) see. The first one is a multiple of WORD_ELEMS. Returns whether there are any. */
+static inline bool fa_keys_of_lanes(const int64_t *first, const int64_t *end, int64_t lane, int64_t lane_end,
+                                    int64_t key_0, int64_t most, int64_t *key, int64_t *stop) {
+    int64_t low = INT64_MAX, high = 0;
+    for (int64_t i = lane; i < lane_end; i++) {
+        const bool sees = first[i] < end[i];
+        const int64_t from = sees ? first[i] : INT64_MAX, to = sees ? end[i] : 0;
+        low = from < low ? from : low;
+        high = to > high ? to : high;
+    }
+    *key = low > key_0 ? (low - key_0) / WORD_ELEMS * WORD_ELEMS : 0;
+    *stop = high - key_0 < most ? high - key_0 : most;
+    return *key < *stop;
+}
+
+/* A product that sums over keys from key_0 on. Some vectors of lanes at a time sum over the keys that they see. */
 static inline void product_keys_seen(void (*product_fn)(const product_args *), const product_args *p,
                                      const int64_t *first, const int64_t *end, int64_t key_0) {
-    const int64_t lanes = p->num_vecs * LANES, step = (UNROLL_VECS > 3 ? 2 : UNROLL_VECS) * LANES;
-    for (int64_t lane = 0; lane < lanes; lane += step) {
-        const int64_t lane_end = lane + step < lanes ? lane + step : lanes, most = p->num_words * WORD_ELEMS;
-        int64_t key = most, stop = 0;
-        for (int64_t i = lane; i < lane_end; i++) {
-            if (first[i] >= end[i]) continue;
-            if (first[i] - key_0 < key) key = first[i] - key_0;
-            if (end[i] - key_0 > stop) stop = end[i] - key_0;
-        }
-        const int64_t word = key > 0 ? key / WORD_ELEMS : 0;
-        const int64_t word_end = stop < most ? (stop + WORD_ELEMS - 1) / WORD_ELEMS : p->num_words;
-        if (word >= word_end) continue;
+    const int64_t lanes = p->num_vecs * LANES;
+    for (int64_t lane = 0; lane < lanes; lane += SEEN_LANES) {
+        const int64_t lane_end = lane + SEEN_LANES < lanes ? lane + SEEN_LANES : lanes;
+        int64_t key, stop;
+        if (!fa_keys_of_lanes(first, end, lane, lane_end, key_0, p->num_words * WORD_ELEMS, &key, &stop)) continue;
         product_args part = *p;
-        part.a += word;
-        part.b += word * p->b_stride + lane;
+        part.a += key / WORD_ELEMS;
+        part.b += key / WORD_ELEMS * p->b_stride + lane;
         part.c += lane;
         if (p->alpha) part.alpha += lane;
-        part.num_words = word_end - word;
+        part.num_words = (stop + WORD_ELEMS - 1) / WORD_ELEMS - key / WORD_ELEMS;
         part.num_vecs = (int)((lane_end - lane) / LANES);
         product_fn(&part);
     }
