@@ -151,6 +151,9 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
         }
         if (first_key < t.keys_begin) first_key = t.keys_begin;
         if (end_key > t.keys_end) end_key = t.keys_end;
+        for (int i = 0; i < t.num_tiles && p->flex; i++)
+            fa_flex_see_task(&job->seen, programs, t.s.b_idx, t.tiles[i].head[0], t.tiles[i].row[0],
+                             t.tiles[i].row[0] + t.tiles[i].valid_lanes, first_key, end_key);
         t.block = t.keys_begin + (first_key - t.keys_begin) / l->block_kv * l->block_kv;
         for (bool is_first = true; t.block < end_key; is_first = false) {
             const int64_t next = bwd_next_block(&t, t.block, end_key);
@@ -261,9 +264,9 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
-/* Fills the map of the blocks, finds the sums of gradients and what is seen, and sets the tasks' costs to the keys of
- * blocks that their tiles see. Returns false if there are no threads or no memory. */
-static bool bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks, const fa_pool *pool) {
+/* Fills the map of the blocks, finds the sums of gradients, makes the table of views, and sets the tasks' costs to the keys of
+ * blocks that their tiles see. */
+static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
     const fa_problem *p = job->p;
     const fa_bwd_layout *l = &job->layout;
     const int64_t g = p->h / p->h_kv;
@@ -287,7 +290,7 @@ static bool bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks, cons
             task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, key, key_end);
         }
     }
-    return fa_flex_find_seen(&job->seen, p, &map, job->isa, l->block_q, l->block_kv, job->threads, pool);
+    job->seen = fa_flex_new_seen(p, &map, l->block_q, l->block_kv);
 }
 
 static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
@@ -308,7 +311,7 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .drops = p->dropout_p > 0 && p->keep_max < 255,
                    .isa = plan->cpu.isa};
     job.slabs = (float *)(job.scratch + (size_t)plan->cpu.threads * job.layout.scratch_bytes);
-    if (p->flex && !bwd_start_flex(&job, tasks, num_tasks, pool)) return false;
+    if (p->flex) bwd_start_flex(&job, tasks, num_tasks);
     /* Copies of gradients belong to tasks in their first order. */
     if (plan->cpu.threads > 1 && job.num_copies == 0) fa_sort_tasks(tasks, num_tasks);
     void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, bwd_run_workers,

@@ -92,15 +92,22 @@ static flex_tile flex_tile_at(const fwd_task *t, const fa_fwd_tile *tile, int64_
                         t->job->layout.block_kv);
 }
 
-/* Flex: finds the keys [first_key, end_key) of the blocks that the tile sees. */
-static void find_blocks(const fwd_task *t, fa_fwd_tile *tile) {
+/* Flex: finds the keys [*first, *end) of [key, key_end) from the first to the last block that the tile may see. */
+static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, int64_t key_end, int64_t *first,
+                      int64_t *end) {
     const fa_flex_block_map *map = &t->job->seen.map;
     const uint8_t *kinds = fa_flex_kinds_of(map, t->s.b_idx, tile->head[0]);
     const int64_t row = fa_flex_mask_row(map, t->s.b_idx, tile->row[0]);
-    if (fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, 0, t->s.len_kv, &tile->first_key, &tile->end_key))
-        return;
-    tile->first_key = INT64_MAX;
-    tile->end_key = 0;
+    return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, key, min_i64(key_end, t->s.len_kv), first, end);
+}
+
+/* Flex: adds what the tiles see of keys [key, key_end) to the table. */
+static void find_views(const fwd_task *t, int64_t key, int64_t key_end) {
+    for (int i = 0; i < t->num_tiles; i++) {
+        const fa_fwd_tile *tile = &t->tiles[i];
+        fa_flex_see_task(&t->job->seen, t->programs, t->s.b_idx, tile->head[0], tile->row[0],
+                         tile->row[0] + tile->valid_lanes, key, key_end);
+    }
 }
 
 /* Sets the row and head of each lane, and the keys that the lane sees. */
@@ -122,7 +129,10 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
         if (p->alibi_slopes)
             tile->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]] * LOG2_E);
     }
-    if (p->flex) find_blocks(t, tile);
+    if (p->flex && !find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
+        tile->first_key = INT64_MAX;
+        tile->end_key = 0;
+    }
 }
 
 static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
@@ -503,16 +513,13 @@ static void fetch_block(const fwd_task *t) {
     fetch_now(rows, t->tiles[0].lanes, row_bytes);
 }
 
-/* The first key of the next block that some tile sees, or end_key or more. */
+/* The first key of the next block that some tile may see, or end_key or more. */
 static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
     const int64_t block_kv = t->job->layout.block_kv;
     for (block += block_kv; t->p->flex && block < end_key; block += block_kv) {
-        const int64_t end = min_i64(block + block_kv, t->s.len_kv);
-        for (int i = 0; i < t->num_tiles; i++) {
-            const fa_fwd_tile *tile = &t->tiles[i];
-            const int64_t row = tile->row[0], row_end = row + tile->valid_lanes;
-            if (fa_flex_may_see(&t->job->seen, t->s.b_idx, tile->head[0], row, row_end, block, end)) return block;
-        }
+        int64_t first, end;
+        for (int i = 0; i < t->num_tiles; i++)
+            if (find_keys(t, &t->tiles[i], block, block + block_kv, &first, &end)) return block;
     }
     return block;
 }
@@ -556,6 +563,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
             first_key = min_i64(first_key, t.tiles[i].first_key);
             end_key = max_i64(end_key, t.tiles[i].end_key);
         }
+        find_views(&t, first_key, end_key);
     }
     for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key;) {
         const int64_t begin = max_i64(first_key - t.block, 0), end = min_i64(end_key - t.block, l->block_kv);
@@ -598,9 +606,9 @@ static void run_workers(int64_t begin, int64_t end, void *ctx) {
     fa_flex_free_programs(&programs);
 }
 
-/* Fills the map of the blocks, finds what is seen, and sets the tasks' costs to the keys of blocks that their tiles
- * see. Returns false if there are no threads or no memory. */
-static bool start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_t num_tasks, const fa_pool *pool) {
+/* Fills the map of the blocks, makes the table of views, and sets the tasks' costs to the keys of blocks that their
+ * tiles see. */
+static void start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_t num_tasks) {
     const fa_problem *p = job->p;
     fa_flex_block_map map = fa_flex_block_map_of(p);
     map.kinds = (uint8_t *)job->scratch + (size_t)plan->cpu.threads * job->layout.scratch_bytes;
@@ -618,8 +626,7 @@ static bool start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_
             task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, 0, s.len_kv);
         }
     }
-    return fa_flex_find_seen(&job->seen, p, &map, plan->cpu.isa, plan->block_q, plan->block_kv, plan->cpu.threads,
-                             pool);
+    job->seen = fa_flex_new_seen(p, &map, plan->block_q, plan->block_kv);
 }
 
 static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
@@ -635,7 +642,7 @@ static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .softcap = (float)(p->softcap * LOG2_E),
                    .drops = p->dropout_p > 0 && p->keep_max < 255,
                    .isa = plan->cpu.isa};
-    if (p->flex && !start_flex(&job, plan, tasks, num_tasks, pool)) return false;
+    if (p->flex) start_flex(&job, plan, tasks, num_tasks);
     bool is_done = true;
     if (plan->cpu.threads > 1) {
         fa_sort_tasks(tasks, num_tasks);

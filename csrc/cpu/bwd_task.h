@@ -117,14 +117,17 @@ static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_
     }
 }
 
-/* Finds the keys [*first, *last) of [begin, end) that the tile sees. Flex: that it may see. */
+/* Finds the keys [*first, *last) of [begin, end) from the first to the last one that the tile sees. Flex: to the last
+ * block that it may see, whatever views are found. */
 static bool bwd_find_keys(const bwd_job *job, const fa_sequence *s, const fa_bwd_tile *tile, int64_t begin, int64_t end,
                           int64_t *first, int64_t *last) {
     *first = tile->first_key > begin ? tile->first_key : begin;
     *last = tile->end_key < end ? tile->end_key : end;
     if (*first >= *last || !job->p->flex) return *first < *last;
-    return fa_flex_may_see(&job->seen, s->b_idx, tile->head[0], tile->row[0], tile->row[0] + tile->valid_lanes, *first,
-                           *last);
+    const fa_flex_block_map *map = &job->seen.map;
+    const uint8_t *kinds = fa_flex_kinds_of(map, s->b_idx, tile->head[0]);
+    const int64_t row = fa_flex_mask_row(map, s->b_idx, tile->row[0]);
+    return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, *first, *last, first, last);
 }
 
 static bool bwd_sees(const bwd_job *job, const fa_sequence *s, const fa_bwd_tile *tile, int64_t begin, int64_t end) {

@@ -1,6 +1,5 @@
 #include "flex_seen.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -96,29 +95,29 @@ typedef struct {
     bool is_told, allowed;
 } strip;
 
-static strip look_at_strip(const fa_flex_eyes *eyes, int64_t block, int64_t key, int64_t end) {
+static strip look_at_strip(const fa_flex_programs *programs, int64_t block, int64_t key, int64_t end) {
     enum { STRIP = 16 };
     strip s = {.end = least(end, (key / STRIP + 1) * STRIP)};
-    if (!eyes->bounds) return s;
-    fa_flex_bound_keys(eyes->bounds, block + key, block + s.end - 1);
-    const fa_flex_interval bounds = fa_flex_bound_block(eyes->bounds, 0);
+    if (!programs->mask_bounds) return s;
+    fa_flex_bound_keys(programs->mask_bounds, block + key, block + s.end - 1);
+    const fa_flex_interval bounds = fa_flex_bound_block(programs->mask_bounds, 0);
     s.is_told = bounds.hi == 0 || bounds.lo != 0;
     s.allowed = bounds.lo != 0;
     return s;
 }
 
-static void start(const fa_flex_eyes *eyes, int64_t b_idx, int64_t head, int64_t query, int num_rows, int64_t block,
-                  int num_keys) {
-    fa_flex_start_head(eyes->mask, b_idx, head);
-    fa_flex_start_lines(eyes->mask, block, num_keys);
-    fa_flex_start_lanes(eyes->mask, query, num_rows);
-    if (!eyes->bounds) return;
-    fa_flex_bound_head(eyes->bounds, b_idx, head);
-    fa_flex_bound_rows(eyes->bounds, 0, query, query + num_rows - 1);
+static void start(const fa_flex_programs *programs, int64_t b_idx, int64_t head, int64_t query, int num_rows,
+                  int64_t block, int num_keys) {
+    fa_flex_start_head(programs->mask, b_idx, head);
+    fa_flex_start_lines(programs->mask, block, num_keys);
+    fa_flex_start_lanes(programs->mask, query, num_rows);
+    if (!programs->mask_bounds) return;
+    fa_flex_bound_head(programs->mask_bounds, b_idx, head);
+    fa_flex_bound_rows(programs->mask_bounds, 0, query, query + num_rows - 1);
 }
 
-int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_eyes *eyes, int64_t b_idx, int64_t head, int64_t row,
-                    int num_rows, int64_t block, fa_flex_view *view, uint64_t *bits) {
+int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_programs *programs, int64_t b_idx, int64_t head,
+                    int64_t row, int num_rows, int64_t block, fa_flex_view *view, uint64_t *bits) {
     const fa_flex_block_map *m = &seen->map;
     const uint8_t *kinds = fa_flex_kinds_of(m, b_idx, head);
     const int64_t len_kv = fa_sequence_at(seen->p, b_idx).len_kv, mask_row = fa_flex_mask_row(m, b_idx, row);
@@ -136,18 +135,19 @@ int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_eyes *eyes, int64_t 
         read_column(m, kinds, mask_row, num_rows, column, &c);
         column_end = least((column + 1) * m->block_kv - block, num_keys);
         if (c.any_partial && !has_started) {
-            start(eyes, b_idx, head, row + fa_flex_first_query(seen->p->flex, b_idx), num_rows, block, (int)num_keys);
+            start(programs, b_idx, head, row + fa_flex_first_query(seen->p->flex, b_idx), num_rows, block,
+                  (int)num_keys);
             has_started = true;
         }
         while (key < column_end) {
-            const strip s = c.any_partial ? look_at_strip(eyes, block, key, column_end)
+            const strip s = c.any_partial ? look_at_strip(programs, block, key, column_end)
                                           : (strip){.end = column_end, .is_told = true};
             for (int w = 0; w < WORDS && s.is_told; w++) {
                 note(view, &history[w], w, key, c.full.word[w] | (s.allowed ? c.partial.word[w] : 0));
                 for (int64_t i = key; i < s.end; i++) bits[i * WORDS + w] = history[w].now;
             }
             for (; key < s.end && !s.is_told; key++) {
-                const uint8_t *allowed = fa_flex_line(eyes->mask, (int)key, NULL, NULL);
+                const uint8_t *allowed = fa_flex_line(programs->mask, (int)key, NULL, NULL);
                 for (int w = 0; w < WORDS && 64 * w < num_rows; w++) {
                     note(view, &history[w], w, key, c.full.word[w] | (c.partial.word[w] & bits_of(allowed + 64 * w)));
                     bits[key * WORDS + w] = history[w].now;
@@ -168,13 +168,6 @@ int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_eyes *eyes, int64_t 
 }
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    fa_flex_seen *seen;
-    fa_isa isa;
-    _Atomic int64_t next; /* the first band that no worker has taken */
-    atomic_bool failed;
-} search;
 
 /* The kind of a band on a block, as far as the blocks of the mask tell. */
 static int32_t kind_of_blocks(const fa_flex_seen *seen, int64_t b_idx, int64_t head, int64_t row, int64_t row_end,
@@ -208,98 +201,41 @@ static void count_heads(fa_flex_seen *seen) {
 static int64_t number_views(const fa_flex_seen *seen) {
     const fa_problem *p = seen->p;
     int64_t count = 0;
-    int32_t *kind = seen->kinds;
+    _Atomic int32_t *to = seen->kinds;
     for (int64_t i = 0; i < seen->num_b * seen->num_h; i++) {
         const int64_t b_idx = i / seen->num_h, len_kv = fa_sequence_at(p, b_idx).len_kv;
         for (int64_t band = 0; band < seen->bands; band++)
-            for (int64_t block = 0; block < seen->blocks; block++, kind++) {
+            for (int64_t block = 0; block < seen->blocks; block++, to++) {
                 const int64_t row = band * seen->band_rows, key = block * seen->block_kv;
-                *kind = kind_of_blocks(seen, b_idx, i % seen->num_h, row, least(row + seen->band_rows, p->len_q), key,
-                                       least(key + seen->block_kv, len_kv));
-                if (*kind == FA_FLEX_SEES_SOME) *kind = (int32_t)count++;
+                int32_t kind = kind_of_blocks(seen, b_idx, i % seen->num_h, row, least(row + seen->band_rows, p->len_q),
+                                              key, least(key + seen->block_kv, len_kv));
+                if (kind == FA_FLEX_SEES_SOME) kind = FA_FLEX_NOT_FOUND - (int32_t)count++;
+                atomic_init(to, kind);
             }
     }
     return count;
 }
 
-/* Bounds of an element that both the query and the key choose would be those of many elements. */
-static bool has_bounds(const fa_flex_program *mask) {
-    const uint8_t both = FA_FLEX_ON_Q | FA_FLEX_ON_KV;
-    for (int32_t i = 0; i < mask->num_instructions; i++)
-        if (mask->instructions[i].op == FA_FLEX_gather && (mask->instructions[i].depends & both) == both) return false;
-    return true;
-}
-
-/* Finds the views of a band. */
-static void see_band(const fa_flex_seen *seen, const fa_flex_eyes *eyes, int64_t i) {
-    const int64_t heads = i / seen->bands, row = i % seen->bands * seen->band_rows;
-    const int num_rows = (int)least(seen->band_rows, seen->p->len_q - row);
-    const size_t words = (size_t)seen->block_kv * WORDS;
-    uint64_t own[FA_FLEX_TILE * WORDS];
-    for (int64_t block = 0; block < seen->blocks; block++) {
-        int32_t *kind = &seen->kinds[i * seen->blocks + block];
-        if (*kind < 0) continue;
-        fa_flex_view *view = &seen->views[*kind];
-        const int32_t found = fa_flex_see(seen, eyes, heads / seen->num_h, heads % seen->num_h, row, num_rows,
-                                          block * seen->block_kv, view, own);
-        if (view->has_gaps) memcpy(seen->bits + (size_t)*kind * words, own, words * sizeof *own);
-        if (found != FA_FLEX_SEES_SOME) *kind = found;
-    }
-}
-
-/* Finds the views of the bands that no other worker takes. */
-static void see_bands(int64_t begin, int64_t end, void *ctx) {
-    search *x = ctx;
-    const fa_flex_seen *seen = x->seen;
-    const fa_flex_bound *mask = seen->p->flex->mask;
-    const int64_t num_bands = seen->num_b * seen->num_h * seen->bands;
-    const fa_flex_eyes eyes = {
-        .mask = mask ? fa_flex_evaluator_new(mask, x->isa, false) : NULL,
-        .bounds = mask && has_bounds(mask->program) ? fa_flex_intervals_new(mask, NULL) : NULL,
-    };
-    (void)begin, (void)end;
-    if (mask && !eyes.mask) atomic_store(&x->failed, true);
-    for (int64_t i; !x->failed && (i = atomic_fetch_add_explicit(&x->next, 1, memory_order_relaxed)) < num_bands;)
-        see_band(seen, &eyes, i);
-    fa_flex_evaluator_free(eyes.mask);
-    fa_flex_intervals_free(eyes.bounds);
-}
-
-bool fa_flex_find_seen(fa_flex_seen *seen, const fa_problem *p, const fa_flex_block_map *map, fa_isa isa, int block_q,
-                       int block_kv, int threads, const fa_pool *pool) {
-    *seen = (fa_flex_seen){.p = p,
-                           .map = *map,
-                           .block_kv = block_kv,
-                           .band_rows = ROWS / block_q * block_q,
-                           .blocks = (p->len_kv + block_kv - 1) / block_kv};
-    seen->bands = (p->len_q + seen->band_rows - 1) / seen->band_rows;
-    count_heads(seen);
-    const int64_t num_kinds = seen->num_b * seen->num_h * seen->bands * seen->blocks;
-    if (num_kinds <= 0 || num_kinds > most_table_bytes / 16) return true;
-    seen->kinds = malloc((size_t)num_kinds * sizeof *seen->kinds);
-    if (!seen->kinds) return true;
-    const int64_t num_views = number_views(seen);
-    if (num_views == 0) return true;
-    const int64_t bits_bytes = (int64_t)sizeof(uint64_t) * WORDS * block_kv;
+fa_flex_seen fa_flex_new_seen(const fa_problem *p, const fa_flex_block_map *map, int block_q, int block_kv) {
+    fa_flex_seen seen = {.p = p,
+                         .map = *map,
+                         .block_kv = block_kv,
+                         .band_rows = ROWS / block_q * block_q,
+                         .blocks = (p->len_kv + block_kv - 1) / block_kv};
+    seen.bands = (p->len_q + seen.band_rows - 1) / seen.band_rows;
+    count_heads(&seen);
+    const int64_t num_kinds = seen.num_b * seen.num_h * seen.bands * seen.blocks;
+    if (num_kinds <= 0 || num_kinds > most_table_bytes / 16) return seen;
+    seen.kinds = malloc((size_t)num_kinds * sizeof *seen.kinds);
+    if (!seen.kinds) return seen;
+    const int64_t num_views = number_views(&seen), bits_bytes = (int64_t)sizeof(uint64_t) * WORDS * block_kv;
+    if (num_views == 0) return seen;
     if (num_views < most_table_bytes / (bits_bytes + (int64_t)sizeof(fa_flex_view))) {
-        seen->views = malloc((size_t)num_views * sizeof *seen->views);
-        seen->bits = malloc((size_t)(num_views * bits_bytes));
+        seen.views = malloc((size_t)num_views * sizeof *seen.views);
+        seen.bits = malloc((size_t)(num_views * bits_bytes));
     }
-    if (!seen->views || !seen->bits) {
-        fa_flex_free_seen(seen); /* each step finds its own view */
-        return true;
-    }
-    search x = {.seen = seen, .isa = isa};
-    const int64_t views_of_thread = 8; /* fewer are found while another thread wakes */
-    const bool wakes_others = threads > 1 && num_views > views_of_thread;
-    bool is_done = true;
-    if (wakes_others)
-        is_done = pool->parallel_for(threads, see_bands, &x);
-    else
-        see_bands(0, 1, &x);
-    if (is_done && !x.failed) return true;
-    fa_flex_free_seen(seen);
-    return false;
+    if (!seen.views || !seen.bits) fa_flex_free_seen(&seen);
+    return seen;
 }
 
 void fa_flex_free_seen(fa_flex_seen *seen) {
@@ -307,4 +243,30 @@ void fa_flex_free_seen(fa_flex_seen *seen) {
     free(seen->views);
     free(seen->bits);
     seen->kinds = NULL, seen->views = NULL, seen->bits = NULL;
+}
+
+/* Finds a view of the table, unless a worker has found it or is about to. Bits are written only if they are read. */
+static void see_once(const fa_flex_seen *seen, const fa_flex_programs *programs, int64_t b_idx, int64_t head,
+                     int64_t row, int64_t block) {
+    _Atomic int32_t *kind = fa_flex_kind_seen(seen, b_idx, head, row, block);
+    int32_t found = atomic_load_explicit(kind, memory_order_relaxed);
+    if (found > FA_FLEX_NOT_FOUND || found == FA_FLEX_IS_BUSY) return;
+    const int32_t number = FA_FLEX_NOT_FOUND - found;
+    if (!atomic_compare_exchange_strong_explicit(kind, &found, FA_FLEX_IS_BUSY, memory_order_relaxed,
+                                                 memory_order_relaxed))
+        return;
+    const size_t words = (size_t)seen->block_kv * WORDS;
+    uint64_t bits[FA_FLEX_TILE * WORDS];
+    found = fa_flex_see(seen, programs, b_idx, head, row, (int)least(seen->band_rows, seen->p->len_q - row), block,
+                        &seen->views[number], bits);
+    if (seen->views[number].has_gaps) memcpy(seen->bits + (size_t)number * words, bits, words * sizeof *bits);
+    atomic_store_explicit(kind, found == FA_FLEX_SEES_SOME ? number : found, memory_order_release);
+}
+
+void fa_flex_see_task(const fa_flex_seen *seen, const fa_flex_programs *programs, int64_t b_idx, int64_t head,
+                      int64_t row, int64_t row_end, int64_t key, int64_t key_end) {
+    if (!seen->kinds) return;
+    for (int64_t r = row / seen->band_rows * seen->band_rows; r < row_end; r += seen->band_rows)
+        for (int64_t block = key / seen->block_kv * seen->block_kv; block < key_end; block += seen->block_kv)
+            see_once(seen, programs, b_idx, head, r, block);
 }

@@ -67,18 +67,18 @@ typedef struct {
 OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, int64_t *first, int64_t *end,
                        flex_sight *sight) {
     const fa_flex_view *view = &own->view[own->next];
-    int32_t kind;
+    int32_t kind = FA_FLEX_NOT_FOUND;
     *sight = (flex_sight){.bits = own->bits[own->next]};
-    if (seen->kinds) {
-        kind = fa_flex_kind_seen(seen, t->b_idx, t->head, t->row, t->block);
-        if (kind >= 0) {
-            view = &seen->views[kind];
-            sight->bits = seen->bits + (int64_t)kind * seen->block_kv * FA_FLEX_VIEW_WORDS;
-            sight->row = (int)(t->row % seen->band_rows);
-        }
-    } else {
-        kind = fa_flex_see(seen, &(fa_flex_eyes){.mask = t->programs->mask}, t->b_idx, t->head, t->row, t->valid_lanes,
-                           t->block, &own->view[own->next], own->bits[own->next]);
+    if (seen->kinds)
+        kind = atomic_load_explicit(fa_flex_kind_seen(seen, t->b_idx, t->head, t->row, t->block), memory_order_acquire);
+    const bool is_own = kind <= FA_FLEX_NOT_FOUND;
+    if (is_own) {
+        kind = fa_flex_see(seen, t->programs, t->b_idx, t->head, t->row, t->valid_lanes, t->block,
+                           &own->view[own->next], own->bits[own->next]);
+    } else if (kind >= 0) {
+        view = &seen->views[kind];
+        sight->bits = seen->bits + (int64_t)kind * seen->block_kv * FA_FLEX_VIEW_WORDS;
+        sight->row = (int)(t->row % seen->band_rows);
     }
     if (kind == FA_FLEX_SEES_NOTHING) return false;
     int64_t low = 0, high = t->num_keys, most = 0, least = t->num_keys;
@@ -104,7 +104,7 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
     sight->begin = low / WORD_ELEMS * WORD_ELEMS, sight->end = high;
     sight->common_first = most, sight->common_end = least;
     sight->masked = most > sight->begin || least < high || sight->has_gaps;
-    if (low < high && !seen->kinds) own->next ^= 1;
+    if (low < high && is_own) own->next ^= 1;
     return low < high;
 }
 
