@@ -401,11 +401,13 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
         if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
     } else if (has_options) {
         const int64_t block_kv = job->layout.block_kv;
-        for (int lane = 0; lane < lanes; lane++) {
-            first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), block_kv);
-            stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
+        for (int group = 0; group < lanes; group += LANES)
+            for (int lane = group; lane < group + LANES; lane++) {
+                first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), block_kv);
+                stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
+            }
+        for (int lane = 0; lane < lanes && options.slope; lane++)
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
-        }
         if (t->p->bias.data)
             bias_tile(t->bias, &t->p->bias, t->s.b_idx, tile->row, tile->head, lanes, t->s.kv_row + t->block + begin,
                       min_i64(end, t->s.len_kv - t->block) - begin);
@@ -418,8 +420,10 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
         softmax_seen(t, step, has_options ? &options : NULL);
     else
         softmax_part(t, step, has_options ? &options : NULL, 0, lanes, begin, end);
-    step->rescales = false;
-    for (int lane = 0; lane < lanes; lane++) step->rescales |= step->alpha[lane] != 1.0f;
+    uint32_t differs = 0; /* of alpha from 1 */
+    for (int group = 0; group < lanes; group += LANES)
+        for (int lane = group; lane < group + LANES; lane++) differs |= fa_bits_of(step->alpha[lane]) ^ 0x3f800000;
+    step->rescales = differs != 0;
 }
 
 /* O^T = O^T alpha + V^T P. No multiplication is needed where alpha is 1. Padding rows of V^T are zero, so the product

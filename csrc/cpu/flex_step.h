@@ -62,6 +62,22 @@ typedef struct {
     int row; /* of the view: lane 0 */
 } flex_sight;
 
+/* The least and the greatest of the first keys and of the ends: least first, greatest end, greatest first, least end. */
+static inline void flex_bounds_of(const uint8_t *first, const uint8_t *end, int lanes, uint8_t bounds[4]) {
+    uint8_t low[16], high[16], most[16], least[16];
+    memset(low, 255, 16), memset(high, 0, 16), memset(most, 0, 16), memset(least, 255, 16);
+    for (int lane = 0; lane < lanes; lane += 16)
+        for (int i = 0; i < 16; i++) {
+            const uint8_t from = first[lane + i], to = end[lane + i];
+            low[i] = from < low[i] ? from : low[i], most[i] = from > most[i] ? from : most[i];
+            high[i] = to > high[i] ? to : high[i], least[i] = to < least[i] ? to : least[i];
+        }
+    for (int i = 0; i < 16; i++) {
+        bounds[0] = low[i] < bounds[0] ? low[i] : bounds[0], bounds[1] = high[i] > bounds[1] ? high[i] : bounds[1];
+        bounds[2] = most[i] > bounds[2] ? most[i] : bounds[2], bounds[3] = least[i] < bounds[3] ? least[i] : bounds[3];
+    }
+}
+
 /* Finds what the tile sees, and for each lane keys [first, end) of the sequence from the first to the last one. Returns
  * false if no lane sees a key. first[lane] >= end[lane]: this lane sees none, as all lanes behind valid_lanes. */
 OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, int64_t *first, int64_t *end,
@@ -85,22 +101,17 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
     if (kind == FA_FLEX_SEES_ALL) {
         for (int lane = 0; lane < t->lanes; lane++) {
             first[lane] = t->block;
-            end[lane] = t->block + t->num_keys;
+            end[lane] = t->block + (lane < t->valid_lanes ? t->num_keys : 0);
         }
     } else {
-        low = 255, high = 0;
-        for (int lane = 0; lane < t->valid_lanes; lane++) {
-            const int64_t begin = view->first[sight->row + lane], stop = view->end[sight->row + lane];
-            first[lane] = t->block + begin;
-            end[lane] = t->block + stop;
-            if (begin < low) low = begin;
-            if (begin > most) most = begin;
-            if (stop > high) high = stop;
-            if (stop < least) least = stop;
-        }
+        const uint8_t *from = view->first + sight->row, *to = view->end + sight->row;
+        uint8_t bounds[4] = {255, 0, 0, 255};
+        flex_bounds_of(from, to, t->lanes, bounds);
+        low = bounds[0], high = bounds[1], most = bounds[2], least = bounds[3];
+        for (int lane = 0; lane < t->lanes; lane += 16)
+            for (int i = lane; i < lane + 16; i++) first[i] = t->block + from[i], end[i] = t->block + to[i];
         sight->has_gaps = view->has_gaps;
     }
-    for (int lane = t->valid_lanes; lane < t->lanes; lane++) first[lane] = end[lane] = 0;
     sight->begin = low / WORD_ELEMS * WORD_ELEMS, sight->end = high;
     sight->common_first = most, sight->common_end = least;
     sight->masked = most > sight->begin || least < high || sight->has_gaps;
