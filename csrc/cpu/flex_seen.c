@@ -7,9 +7,7 @@
 
 enum { ROWS = FA_FLEX_VIEW_ROWS, WORDS = FA_FLEX_VIEW_WORDS };
 
-/* What a table may take. NOTE: bits without gaps are written to the worker's own place, so that most of this memory
- * is never touched. */
-static const int64_t most_table_bytes = 64 << 20;
+int64_t fa_flex_most_table_bytes = 64 << 20;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -148,8 +146,10 @@ int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_programs *programs, 
             }
             for (; key < s.end && !s.is_told; key++) {
                 const uint8_t *allowed = fa_flex_line(programs->mask, (int)key, NULL, NULL);
-                for (int w = 0; w < WORDS && 64 * w < num_rows; w++) {
-                    note(view, &history[w], w, key, c.full.word[w] | (c.partial.word[w] & bits_of(allowed + 64 * w)));
+                for (int w = 0; w < WORDS; w++) {
+                    const uint64_t partial = c.partial.word[w];
+                    note(view, &history[w], w, key,
+                         c.full.word[w] | (partial ? partial & bits_of(allowed + 64 * w) : 0));
                     bits[key * WORDS + w] = history[w].now;
                 }
             }
@@ -225,12 +225,12 @@ fa_flex_seen fa_flex_new_seen(const fa_problem *p, const fa_flex_block_map *map,
     seen.bands = (p->len_q + seen.band_rows - 1) / seen.band_rows;
     count_heads(&seen);
     const int64_t num_kinds = seen.num_b * seen.num_h * seen.bands * seen.blocks;
-    if (num_kinds <= 0 || num_kinds > most_table_bytes / 16) return seen;
+    if (num_kinds <= 0 || num_kinds > fa_flex_most_table_bytes / 16) return seen;
     seen.kinds = malloc((size_t)num_kinds * sizeof *seen.kinds);
     if (!seen.kinds) return seen;
     const int64_t num_views = number_views(&seen), bits_bytes = (int64_t)sizeof(uint64_t) * WORDS * block_kv;
     if (num_views == 0) return seen;
-    if (num_views < most_table_bytes / (bits_bytes + (int64_t)sizeof(fa_flex_view))) {
+    if (num_views < fa_flex_most_table_bytes / (bits_bytes + (int64_t)sizeof(fa_flex_view))) {
         seen.views = malloc((size_t)num_views * sizeof *seen.views);
         seen.bits = malloc((size_t)(num_views * bits_bytes));
     }

@@ -44,6 +44,10 @@ typedef struct {
     uint64_t *bits; /* [views][block_kv][FA_FLEX_VIEW_WORDS] */
 } fa_flex_seen;
 
+/* What a table may take. Tests lower it. NOTE: bits that no step reads are not written, so most of this memory is never
+ * touched. */
+extern int64_t fa_flex_most_table_bytes;
+
 /* The table of a problem, whose map is filled; block_q is the number of rows of a tile. No view is found yet. Without
  * memory there is no table. */
 fa_flex_seen fa_flex_new_seen(const fa_problem *problem, const fa_flex_block_map *map, int block_q, int block_kv);
