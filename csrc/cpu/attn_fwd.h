@@ -59,6 +59,7 @@ typedef struct {
     float *bias; /* of one tile on the block */
     fa_fwd_tile *tiles;
     int num_tiles, num_open;            /* tiles of the task, and how many of them are open */
+    int num_asked;                      /* tiles whose queries are prefetched, or open */
     int64_t block;                      /* first key of the block */
     const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
@@ -117,6 +118,12 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
     tile->lanes = (int)round_up(tile->valid_lanes, fa_stacks_heads(p) ? LANES : FA_PATCH_ROWS);
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
+    if (p->flex) { /* each step finds the keys of its lanes */
+        if (find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) return;
+        tile->first_key = INT64_MAX;
+        tile->end_key = 0;
+        return;
+    }
     for (int lane = 0; lane < tile->lanes; lane++) {
         tile->diagonal[lane] = tile->row[lane] + t->s.len_kv - t->s.len_q;
         fa_visible_keys(p, &t->s, tile->row[lane], &tile->first[lane], &tile->end[lane]);
@@ -129,19 +136,26 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
         if (p->alibi_slopes)
             tile->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]] * LOG2_E);
     }
-    if (p->flex && !find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
-        tile->first_key = INT64_MAX;
-        tile->end_key = 0;
+}
+
+/* Lists the rows of the lanes. The rows of a tile of one head lie at equal distances. */
+static void list_lanes(const fwd_task *t, const fa_view *view, fa_dtype dtype, const fa_fwd_tile *tile, int lanes,
+                       char **rows) {
+    if (fa_stacks_heads(t->p)) {
+        for (int lane = 0; lane < lanes; lane++) rows[lane] = query_row(t, view, dtype, tile, lane);
+        return;
     }
+    char *first = query_row(t, view, dtype, tile, 0);
+    const int64_t distance = view->stride_row * DTYPE_BYTES(dtype);
+    for (int lane = 0; lane < lanes; lane++) rows[lane] = first + (tile->row[lane] - tile->row[0]) * distance;
 }
 
 static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
-    for (int lane = 0; lane < tile->lanes; lane++) rows[lane] = query_row(t, view, t->p->dtype, tile, lane);
+    list_lanes(t, view, t->p->dtype, tile, tile->lanes, (char **)rows);
 }
 
 static void list_outputs(const fwd_task *t, const fa_fwd_tile *tile, int lanes, char **rows) {
-    for (int lane = 0; lane < lanes; lane++)
-        rows[lane] = query_row(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, lane);
+    list_lanes(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, lanes, rows);
 }
 
 static void open_tile(const fwd_task *t, int i) {
@@ -285,8 +299,9 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
     t->num_fetched += share;
-    if (t->num_open < t->num_tiles) {
+    if (t->num_open < t->num_tiles && t->num_open >= t->num_asked) {
         const fa_fwd_tile *next = &t->tiles[t->num_open];
+        t->num_asked = t->num_open + 1;
         list_queries(t, &t->p->q, next, rows);
         fetch_later(&t->soon, rows, next->lanes, row_bytes);
     }
