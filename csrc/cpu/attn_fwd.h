@@ -411,7 +411,7 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
     if (step->runs_flex) {
         const flex_tile x = flex_tile_at(t, tile, t->block);
         flex_hide(&x, &step->sight, begin, end, tile->first, tile->end, t->bytes);
-        flex_scores(&x, step->scores, begin, end, t->scale, t->bytes, step->new_max,
+        flex_scores(&x, step->scores, begin, end, t->scale, step->sight.has_gaps, t->bytes, step->new_max,
                     t->p->flex->max_scores.data ? tile->max_score : NULL);
         if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
     } else if (has_options) {

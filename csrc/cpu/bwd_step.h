@@ -73,10 +73,10 @@ static bool bwd_flex_look(const bwd_task *t, fa_bwd_tile *tile, flex_sight *sigh
     *begin = sight->begin, *end = sight->end;
     tile->common_first = t->block + sight->common_first;
     tile->common_end = sight->has_gaps ? 0 : t->block + sight->common_end;
-    for (int lane = 0; lane < tile->valid_lanes; lane++) {
+    for (int lane = 0; lane < tile->lanes; lane++) {
         if (tile->lse[lane] != INFINITY) continue;
-        tile->first[lane] = tile->end[lane] = 0; /* the row does not contribute */
-        tile->common_end = 0;
+        tile->first[lane] = tile->end[lane] = 0; /* the row does not contribute, or it is padding */
+        if (lane < tile->valid_lanes) tile->common_end = 0;
     }
     return true;
 }

@@ -78,8 +78,13 @@ static inline void flex_bounds_of(const uint8_t *first, const uint8_t *end, int 
     }
 }
 
+static inline void flex_add_block(int lanes, const uint8_t *restrict keys, int64_t block, int64_t *restrict sums) {
+    for (int group = 0; group < lanes; group += 16)
+        for (int i = group; i < group + 16; i++) sums[i] = block + keys[i];
+}
+
 /* Finds what the tile sees, and for each lane keys [first, end) of the sequence from the first to the last one. Returns
- * false if no lane sees a key. first[lane] >= end[lane]: this lane sees none, as all lanes behind valid_lanes. */
+ * false if no lane sees a key. first[lane] >= end[lane]: this lane sees none. Lanes behind valid_lanes see all or none. */
 OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, int64_t *first, int64_t *end,
                        flex_sight *sight) {
     const fa_flex_view *view = &own->view[own->next];
@@ -101,15 +106,15 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
     if (kind == FA_FLEX_SEES_ALL) {
         for (int lane = 0; lane < t->lanes; lane++) {
             first[lane] = t->block;
-            end[lane] = t->block + (lane < t->valid_lanes ? t->num_keys : 0);
+            end[lane] = t->block + t->num_keys;
         }
     } else {
         const uint8_t *from = view->first + sight->row, *to = view->end + sight->row;
         uint8_t bounds[4] = {255, 0, 0, 255};
         flex_bounds_of(from, to, t->lanes, bounds);
         low = bounds[0], high = bounds[1], most = bounds[2], least = bounds[3];
-        for (int lane = 0; lane < t->lanes; lane += 16)
-            for (int i = lane; i < lane + 16; i++) first[i] = t->block + from[i], end[i] = t->block + to[i];
+        flex_add_block(t->lanes, from, t->block, first);
+        flex_add_block(t->lanes, to, t->block, end);
         sight->has_gaps = view->has_gaps;
     }
     sight->begin = low / WORD_ELEMS * WORD_ELEMS, sight->end = high;
@@ -124,20 +129,32 @@ static inline void flex_hide_eight(uint8_t *line, uint64_t sees) {
     UNROLL for (int i = 0; i < 8; i++) line[i] = (uint8_t)((~sees >> 8 * i) & 1); /* one store */
 }
 
+/* Fills a line for key `key`. A lane sees `num` keys from the first one on, in bytes that wrap around. */
+static inline void flex_hide_line(int lanes, uint8_t *restrict line, uint8_t key, const uint8_t *restrict first,
+                                  const uint8_t *restrict num) {
+    for (int group = 0; group < lanes; group += 16)
+        for (int i = group; i < group + 16; i++) line[i] = (uint8_t)(key - first[i]) >= num[i];
+}
+
 /* Fills `hidden` for keys [begin, end) of the block. A lane with first[lane] >= end[lane] sees none of them. */
 OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, int64_t begin, int64_t end, const int64_t *first,
                        const int64_t *lane_end, uint8_t *hidden) {
-    uint8_t low[FA_FLEX_TILE], high[FA_FLEX_TILE];
+    uint8_t low[FA_FLEX_TILE], num[FA_FLEX_TILE];
     uint64_t sees[FA_FLEX_TILE / 64] = {0};
+    bool is_seen_whole = !sight->masked && end <= t->num_keys;
     for (int lane = 0; lane < t->lanes; lane++) {
         const bool is_seen = first[lane] < lane_end[lane];
-        low[lane] = (uint8_t)(is_seen ? first[lane] - t->block : 255);
-        high[lane] = (uint8_t)(is_seen ? lane_end[lane] - t->block : 0);
+        low[lane] = (uint8_t)(first[lane] - t->block);
+        num[lane] = (uint8_t)(is_seen ? lane_end[lane] - first[lane] : 0);
         sees[lane / 64] |= (uint64_t)is_seen << (lane % 8 * 8 + lane % 64 / 8);
+        is_seen_whole &= is_seen;
+    }
+    if (is_seen_whole && begin >= sight->begin && end <= sight->end) {
+        memset(hidden + begin * t->lanes, 0, (size_t)((end - begin) * t->lanes));
+        return;
     }
     for (int64_t key = begin; key < end; key++) {
         uint8_t *line = hidden + key * t->lanes;
-        const uint8_t k = (uint8_t)key;
         if (key >= t->num_keys) {
             memset(line, 1, (size_t)t->lanes);
         } else if (sight->has_gaps) {
@@ -147,8 +164,7 @@ OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, int64_t begi
                 flex_hide_eight(line + lane, bits & sees[lane / 64] >> lane % 64 / 8);
             }
         } else {
-            for (int lane = 0; lane < t->lanes; lane += 16)
-                for (int i = lane; i < lane + 16; i++) line[i] = (uint8_t)((k < low[i]) | (k >= high[i]));
+            flex_hide_line(t->lanes, line, (uint8_t)key, low, num);
         }
     }
 }
@@ -162,8 +178,8 @@ INLINE void flex_scale(float *line, int64_t lanes, float scale) {
 
 /* Scores of keys [begin, end) become scores in units of log2, with -inf where they are hidden. lane_max receives the
  * maxima in units of log2, and max_scores, unless it is NULL, the maxima before. Without a score_mod and without
- * max_scores `scale` contains log2(e). */
-OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64_t end, float scale,
+ * max_scores `scale` contains log2(e). With gaps some keys may be hidden from all lanes. */
+OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64_t end, float scale, bool has_gaps,
                          const uint8_t *hidden, float *lane_max, float *max_scores) {
     const vec lowest = vec_set(-INFINITY);
     fa_flex_evaluator *score = t->programs->score;
@@ -172,7 +188,7 @@ OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64
     for (int64_t key = begin; key < end; key++) {
         float *line = scores + key * t->lanes;
         const uint8_t *hides = hidden + key * t->lanes;
-        if (!memchr(hides, 0, (size_t)t->lanes)) {
+        if (has_gaps && !memchr(hides, 0, (size_t)t->lanes)) {
             for (int lane = 0; lane < t->lanes; lane += LANES) vec_store(line + lane, lowest);
             continue;
         }
