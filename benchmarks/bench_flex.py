@@ -236,6 +236,8 @@ def measure(case, n, d, options, base, rng):
     visible = count_visible(mask_mod, n, device)
     makes = {}
     for name, call in calls_of(case, mods, q, k, v, block_mask).items():
+        if options.alone and name != "flash_attn":
+            continue
         makes[name, "fwd"] = lambda call=call: forward_only(call)
         if device == "cuda" or name == "flash_attn" or (name == "sdpa" and not learned):
             makes[name, "bwd"] = lambda call=call: backward_of(call, leaves, dout)
@@ -272,6 +274,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=2.0, help="all calls of a problem together")
     parser.add_argument("--seed", type=int, default=0, help="of the random orders and of the inputs")
     parser.add_argument("--fresh", action="store_true", help="with empty caches of kernels, for first_ms")
+    parser.add_argument("--alone", action="store_true", help="ours only, without PyTorch's functions")
     add_out(parser)
     options = parser.parse_args()
     if options.fresh:

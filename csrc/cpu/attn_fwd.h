@@ -379,17 +379,17 @@ static void softmax_part(fwd_task *t, fwd_step *step, const score_options *optio
         softmax_step_scaling(&softmax);
 }
 
-/* The same lanes of the tile that a product over keys takes together, on the keys that they see. */
+/* Takes the same lanes and keys together as the product V^T P does. */
 static void softmax_seen(fwd_task *t, fwd_step *step, const score_options *options) {
     const fa_fwd_tile *tile = &t->tiles[step->tile];
-    const int64_t key_0 = t->block + step->begin;
-    for (int64_t lane = 0; lane < tile->lanes; lane += SEEN_LANES) {
-        const int64_t lane_end = min_i64(lane + SEEN_LANES, tile->lanes);
-        int64_t key, stop;
-        if (fa_keys_of_lanes(tile->first, tile->end, lane, lane_end, key_0, step->end - step->begin, &key, &stop))
-            softmax_part(t, step, options, lane, lane_end, step->begin + key, step->begin + stop);
+    const int64_t most = round_up(step->end - step->begin, WORD_ELEMS);
+    fa_lanes_seen x;
+    for (int64_t lane = 0; lane < tile->lanes; lane = x.lane_end) {
+        x = fa_next_lanes(tile->first, tile->end, lane, tile->lanes, t->block + step->begin, most);
+        if (x.key < x.stop)
+            softmax_part(t, step, options, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
         else
-            for (int64_t i = lane; i < lane_end; i++) step->alpha[i] = 1.0f;
+            for (int64_t i = lane; i < x.lane_end; i++) step->alpha[i] = 1.0f;
     }
 }
 
