@@ -264,8 +264,8 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
-/* Fills the map of the blocks, finds the sums of gradients, makes the table of views, and sets the tasks' costs to the keys of
- * blocks that their tiles see. */
+/* Fills the map of the blocks, finds the sums of gradients, makes the table of views, and sets the tasks' costs to the
+ * keys of blocks that their tiles see. */
 static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
     const fa_problem *p = job->p;
     const fa_bwd_layout *l = &job->layout;

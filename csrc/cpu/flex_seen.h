@@ -1,8 +1,8 @@
 /* Which keys a row sees, by the block mask and the mask_mod of programmable attention.
  *
- * A band is up to 128 query rows, in whole tiles. A view is what the rows of a band see of one block of keys. A call has
- * a table of views, for all batches and heads that share them. A task first finds the views of its rows and keys that
- * no other task has found or is about to find:
+ * A band is up to 128 query rows, in whole tiles. A view is what the rows of a band see of one block of keys. A call
+ * has a table of views, for all batches and heads that share them. A task first finds the views of its rows and keys
+ * that no other task has found or is about to find:
  *
  *   kinds    [num_b][num_h][bands][blocks]    nothing, everything, the number of a view, or not found yet
  *   views    the keys of each row, from the first to the last one that it sees

@@ -62,7 +62,7 @@ typedef struct {
     int row; /* of the view: lane 0 */
 } flex_sight;
 
-/* The least and the greatest of the first keys and of the ends: least first, greatest end, greatest first, least end. */
+/* Bounds of the lanes: the least first key, the greatest end, the greatest first key, the least end. */
 static inline void flex_bounds_of(const uint8_t *first, const uint8_t *end, int lanes, uint8_t bounds[4]) {
     uint8_t low[16], high[16], most[16], least[16];
     memset(low, 255, 16), memset(high, 0, 16), memset(most, 0, 16), memset(least, 255, 16);
@@ -84,7 +84,8 @@ static inline void flex_add_block(int lanes, const uint8_t *restrict keys, int64
 }
 
 /* Finds what the tile sees, and for each lane keys [first, end) of the sequence from the first to the last one. Returns
- * false if no lane sees a key. first[lane] >= end[lane]: this lane sees none. Lanes behind valid_lanes see all or none. */
+ * false if no lane sees a key. A lane with first[lane] >= end[lane] sees none. Lanes behind valid_lanes see all keys or
+ * none. */
 OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, int64_t *first, int64_t *end,
                        flex_sight *sight) {
     const fa_flex_view *view = &own->view[own->next];
