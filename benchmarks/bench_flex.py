@@ -278,7 +278,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=2.0, help="all calls of a problem together")
     parser.add_argument("--seed", type=int, default=0, help="of the random orders and of the inputs")
     parser.add_argument("--fresh", action="store_true", help="with empty caches of kernels, for first_ms")
-    parser.add_argument("--ours", action="store_true", help="our function alone")
+    parser.add_argument("--alone", "--ours", dest="ours", action="store_true", help="our function alone")
     add_out(parser)
     options = parser.parse_args()
     if options.fresh:
