@@ -4,6 +4,7 @@
     python benchmarks/bench_flex.py --device cuda --lengths 1024 4096 16384 --dims 64 128
     python benchmarks/bench_flex.py --cases causal window --lengths 1024
     python benchmarks/bench_flex.py --cases causal alibi table --fresh       first calls that find no kernel on the disk
+    python benchmarks/bench_flex.py --cases alibi table --fresh --ours       without PyTorch's function
 
 The calls of a problem run one after the other, in a random order in every turn. A figure is the median over as many
 turns as fill --seconds, five at least, after the first call of each. On a CPU PyTorch's backward of flex_attention is
@@ -26,9 +27,13 @@ import datetime
 import math
 import os
 import random
+import sys
 import tempfile
 import time
 from statistics import median
+
+if "--fresh" in sys.argv:
+    os.environ["CUDA_CACHE_DISABLE"] = "1"  # NOTE: later it has no effect (torch 2.11, CUDA 13)
 
 import torch
 import torch.nn.functional as F
@@ -236,6 +241,8 @@ def measure(case, n, d, options, base, rng):
     visible = count_visible(mask_mod, n, device)
     makes = {}
     for name, call in calls_of(case, mods, q, k, v, block_mask).items():
+        if options.ours and name != "flash_attn":
+            continue
         makes[name, "fwd"] = lambda call=call: forward_only(call)
         if device == "cuda" or name == "flash_attn" or (name == "sdpa" and not learned):
             makes[name, "bwd"] = lambda call=call: backward_of(call, leaves, dout)
@@ -252,9 +259,8 @@ def measure(case, n, d, options, base, rng):
 
 
 def empty_the_caches():
-    """For this process. NVRTC keeps its cubins in a cache of the driver, which has no folder for one process."""
+    """For this process. NVRTC's cubins are in a cache of the driver, which was turned off before torch came."""
     folder = tempfile.mkdtemp(prefix="bench_flex_")
-    os.environ["CUDA_CACHE_DISABLE"] = "1"
     for name in ("FLASH_ATTN_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ[name] = os.path.join(folder, name)
         os.mkdir(os.environ[name], mode=0o700)
@@ -272,6 +278,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=2.0, help="all calls of a problem together")
     parser.add_argument("--seed", type=int, default=0, help="of the random orders and of the inputs")
     parser.add_argument("--fresh", action="store_true", help="with empty caches of kernels, for first_ms")
+    parser.add_argument("--alone", "--ours", dest="ours", action="store_true", help="our function alone")
     add_out(parser)
     options = parser.parse_args()
     if options.fresh:

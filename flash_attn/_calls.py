@@ -110,7 +110,7 @@ def _attend_parts(tensors, lengths, options):
     """
     if not is_unseen() or (torch.is_grad_enabled() and any(getattr(x, "requires_grad", True) for x in tensors)):
         return None
-    parts = _parts(tensors, len(lengths) > 0)
+    parts = _in_one(tensors, len(lengths) > 0)
     if parts is None:
         return None
     if not lengths:
@@ -148,6 +148,16 @@ def _extended(tensors, lengths, *options):
     return attend(*parts, lengths, *options)
 
 
+def _in_one(tensors, varlen):
+    """q, k and v as C takes them: k and v are None if they lie in the tensor before. None: C does not take them."""
+    if len(tensors) == 3:
+        return tensors
+    packed = tensors[-1]
+    if type(packed) is not torch.Tensor or packed.is_nested or packed.dim() != 5 - varlen:
+        return None
+    return (packed, None, None) if len(tensors) == 1 else (*tensors, None)
+
+
 def _parts(tensors, varlen):
     """q, k and v of plain tensors, or None. The tensors may be anything.
 
@@ -168,11 +178,12 @@ def _parts(tensors, varlen):
 
 def attend_extended(tensors, lengths, *options):
     """Computes a call with options that upstream does not have."""
-    parts = None if is_compiling() else _parts(tensors, len(lengths) > 0)
-    if parts is not None:
-        results = _short_way()(*parts, lengths, *options)
-        if results is not None:
-            return results
+    if not is_compiling():
+        for find in (_in_one, _parts) if len(tensors) < 3 else (_in_one,):
+            parts = find(tensors, len(lengths) > 0)
+            results = None if parts is None else _short_way()(*parts, lengths, *options)
+            if results is not None:
+                return results
     return _call(_extended, tensors, lengths, options, (options[2], *options[6:8], *options[12:]))
 
 

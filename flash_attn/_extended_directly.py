@@ -289,7 +289,7 @@ def _places_on_gpu(q, k, lengths, window, is_exact):
     cu_seqlens_q, cu_seqlens_k = lengths[:2]
     if _are_watched():
         return None
-    what = len(q), len(k), window, is_exact
+    what = q.size(0), k.size(0), window, is_exact  # len() of a tensor takes twice as long
     found = _last_packed.find(cu_seqlens_q, cu_seqlens_k, (*what, q.get_device()))
     if found is not None:
         return found
@@ -320,9 +320,15 @@ def attend(
     q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
 ):  # fmt: skip
-    """``_extended.attend``, or None. The arguments may be anything."""
-    if not (type(q) is type(k) is type(v) is Tensor and dropout_p == 0 and return_attn_probs is False):
+    """``_extended.attend``, or None. The arguments may be anything.
+
+    k and v are None if they lie in the tensor before, as ``_calls._in_one`` says.
+    """
+    if not (type(q) is Tensor and dropout_p == 0 and return_attn_probs is False):
         return None
+    if not type(k) is type(v) is Tensor and not (v is None and (k is None or type(k) is Tensor)):
+        return None
+    keys = q if k is None else k
     if type(return_lse) is not bool or type(return_max_logits) is not bool or type(softcap) not in (float, int):
         return None
     for x in (attn_bias, sinks, alibi_slopes):
@@ -330,17 +336,21 @@ def attend(
             return None
     is_recorded = torch.is_grad_enabled() and (
         q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
+        or keys.requires_grad
+        or (v is not None and v.requires_grad)
         or (sinks is not None and sinks.requires_grad)
         or (attn_bias is not None and attn_bias.requires_grad)
     )
+    if is_recorded and v is None:
+        return None
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False
     if attn_bias is attn_mask is None and not return_max_logits and not (return_lse and is_recorded):
         return _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded)
     device, is_packed = _device_type(q), len(lengths) > 0
     num_dims, on_cpu = 3 if is_packed else 4, device == "cpu"
-    if device is None or q.dim() != num_dims or k.dim() != num_dims or block_table is not None:
+    if device is None or block_table is not None:
+        return None
+    if q.dim() != num_dims + (k is None) or keys.dim() != num_dims + (v is None):
         return None
     if type(causal) is not bool or type(window_size) is not tuple or len(window_size) != 2:
         return None
@@ -351,22 +361,23 @@ def attend(
     window = window_size[0], 0 if causal else window_size[1]
     places = blocks = None
     if on_cpu:
-        shape = (1, q.shape[1], len(q), len(k)) if is_packed else (len(q), q.shape[2], q.shape[1], k.shape[1])
+        (b, len_q), len_kv = q.shape[:2], keys.shape[1]
+        shape = (1, q.shape[-2], b, keys.shape[0]) if is_packed else (b, q.shape[-2], len_q, len_kv)
         if not (_is_one_block(*shape[2:]) or 0 in shape):
             blocks = functools.partial(_blocks, attn_mask, shape, (causal, *window_size), is_packed)
     elif is_packed:
-        found = _places_on_gpu(q, k, lengths, window, attn_mask is None)
+        found = _places_on_gpu(q, keys, lengths, window, attn_mask is None)
         if found is None:
             return None
         places, blocks = found
     elif window != (-1, -1):
         if _are_watched():
             return None
-        blocks = _dense_on_gpu(q.shape[1], k.shape[1], window, q.device, attn_mask is None)
+        blocks = _dense_on_gpu(q.shape[1], keys.shape[1], window, q.device, attn_mask is None)
     record = [] if is_recorded or return_lse else None
     shift = None
     if attn_bias is not None and attn_bias.dtype == torch.float64 and not on_cpu:
-        shift = _shift_of_doubles(q, k, lengths, attn_bias, sinks, places, window)
+        shift = _shift_of_doubles(q, keys, lengths, attn_bias, sinks, places, window)
         if shift is None:
             return None
     further = (

@@ -364,3 +364,107 @@ def test_tensors_in_one_take_the_short_way_without_gradients(monkeypatch, form):
     assert calls == []
     call(tensors)
     assert calls == [1]
+
+
+# ---- tensors in one ------------------------------------------------------------------------------------------------
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def on_device(x, device):
+    """The same on a device, with 16 bits on a GPU."""
+    return x.to(device, torch.float32 if device == "cpu" or not x.is_floating_point() else torch.bfloat16)
+
+
+WHOLE = {
+    "contiguous": lambda one: one,
+    "heads_first": lambda one: one.transpose(-2, -3).contiguous().transpose(-2, -3),
+    "every_second_column_is_not_ours": lambda one: torch.cat([one, one], -1)[..., : one.size(-1)],
+    "parts_last": lambda one: torch.stack(one.unbind(-3), -1).movedim(-1, -3),
+    "backwards_rows": lambda one: torch.stack([one, one], 1)[:, 1],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", WHOLE)
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_c_takes_a_tensor_apart(device, layout, parts, is_packed):
+    torch.manual_seed(0)
+    one = WHOLE[layout](on_device(torch.randn(2, 7, parts, 4, 24), device))
+    given = [] if parts == 3 else [on_device(torch.randn(2, 7, 4, 24), device)]
+    function, lengths, tail = direct.direct_attention, (), PLAIN
+    if is_packed:
+        one, given = one.flatten(0, 1), [x.flatten(0, 1) for x in given]
+        cu = torch.tensor([0, 5, 14], dtype=INT, device=device)
+        function, lengths, tail = direct.direct_varlen_attention, (cu, cu, 9, 9), (*PLAIN, None)
+    separate = *given, *(x if x.stride(-1) == 1 else x.contiguous() for x in one.unbind(-3))
+    got = function(*given, one, *[None] * (parts - 1), *lengths, *tail)
+    if one.stride(-1) != 1:
+        assert got is None
+    else:
+        same(got, function(*separate, *lengths, *tail))
+
+
+ONE = randn(2, 7, 3, 4, 16)
+
+
+def cut(x):
+    x = x.clone()
+    x.untyped_storage().resize_(x.nbytes - 4)
+    return x
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: direct.direct_attention(ONE[:, :, :2], None, None, *PLAIN),
+        lambda: direct.direct_attention(ONE, None, ONE[:, :, 0], *PLAIN),
+        lambda: direct.direct_attention(ONE, ONE, None, *PLAIN),
+        lambda: direct.direct_attention(Q, None, None, *PLAIN),
+        lambda: direct.direct_attention(Q, K, None, *PLAIN),
+        lambda: direct.direct_attention(None, None, None, *PLAIN),
+        lambda: direct.direct_attention(None, K, V, *PLAIN),
+        lambda: direct.direct_attention(cut(ONE), None, None, *PLAIN),
+        lambda: direct.direct_attention(ONE.clone().requires_grad_(), None, None, *PLAIN),
+        lambda: direct.direct_attention(Q, ONE[:, :, :2].clone().requires_grad_(), None, *PLAIN),
+        lambda: direct.direct_varlen_attention(ONE, None, None, *LENGTHS, *PLAIN, None),
+        lambda: direct.direct_kvcache_attention(ONE, None, None, *NEW, None, False, -1, -1, 0.0, True, 0),
+        lambda: direct.direct_flash_attn_backward(Q, Q, None, None, Q, Q, Q, Q, Q, 0.0, *FLAT, None, False, None),
+    ],
+)  # fmt: skip
+def test_what_c_does_not_take_apart(call):
+    assert call() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["qkvpacked", "kvpacked", "varlen_qkvpacked", "varlen_kvpacked"])
+@pytest.mark.parametrize("option", ["attn_bias", "attn_mask", "sinks", "return_lse", "return_max_logits"])
+def test_options_of_tensors_in_one(monkeypatch, device, form, option):
+    """Without gradients no view is made of a part. The results are those of separate tensors."""
+    torch.manual_seed(0)
+    one = on_device(torch.randn(2, 150, 3 if "qkv" in form else 2, 4, 24), device)
+    given = [] if "qkv" in form else [on_device(torch.randn(2, 150, 4, 24), device)]
+    options = {
+        "attn_bias": on_device(torch.randn(1, 4, 150, 150), device),
+        "attn_mask": (torch.rand(2, 1, 150, 150) < 0.7).to(device),
+        "sinks": on_device(torch.randn(4), device),
+        "return_lse": True,
+        "return_max_logits": True,
+    }
+    cu = torch.tensor([0, 120, 300], dtype=INT, device=device)
+    is_packed, lengths = "varlen" in form, ()
+    if is_packed:
+        one, given = one.flatten(0, 1), [x.flatten(0, 1) for x in given]
+        options |= {"attn_bias": options["attn_bias"][..., :150], "attn_mask": options["attn_mask"][:1]}
+        lengths = (cu, 180) if "qkv" in form else (cu, cu, 180, 180)
+        options |= {"attn_bias": on_device(torch.randn(1, 4, 180, 180), device)}
+        options |= {"attn_mask": (torch.rand(2, 1, 180, 180) < 0.7).to(device)}
+    picked = {option: options[option]}
+    function = getattr(flash_attn, f"flash_attn_{form}_func")
+    separate = flash_attn.flash_attn_varlen_func if is_packed else flash_attn_func
+    want = separate(*given, *one.unbind(-3), *((cu, cu, 180, 180) if is_packed else ()), causal=True, **picked)
+    function(*given, one, *lengths, causal=True, **picked)  # what is found once is found
+    monkeypatch.setattr(_calls, "_parts", lambda *_: pytest.fail("views were made"))
+    same(function(*given, one, *lengths, causal=True, **picked), want)

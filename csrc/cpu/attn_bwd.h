@@ -104,7 +104,8 @@ static int64_t bwd_next_block(const bwd_task *t, int64_t block, int64_t end_key)
     return block;
 }
 
-static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_programs *programs, char *scratch) {
+static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_programs *programs,
+                         flex_own_views *own_views, char *scratch) {
     const fa_bwd_layout *l = &job->layout;
     const fa_problem *p = job->p;
     bwd_task t = {.job = job,
@@ -112,6 +113,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
                   .s = fa_sequence_at(p, task->b_idx),
                   .head_kv = task->head_kv,
                   .programs = programs,
+                  .own_views = own_views,
                   .q_t = (float *)(scratch + l->q_t),
                   .dout_t = (float *)(scratch + l->dout_t),
                   .q = (float *)(scratch + l->q),
@@ -149,6 +151,9 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
         }
         if (first_key < t.keys_begin) first_key = t.keys_begin;
         if (end_key > t.keys_end) end_key = t.keys_end;
+        for (int i = 0; i < t.num_tiles && p->flex; i++)
+            fa_flex_see_task(&job->seen, programs, t.s.b_idx, t.tiles[i].head[0], t.tiles[i].row[0],
+                             t.tiles[i].row[0] + t.tiles[i].valid_lanes, first_key, end_key);
         t.block = t.keys_begin + (first_key - t.keys_begin) / l->block_kv * l->block_kv;
         for (bool is_first = true; t.block < end_key; is_first = false) {
             const int64_t next = bwd_next_block(&t, t.block, end_key);
@@ -178,7 +183,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
 }
 
 /* Flex: runs the tasks of all copies that no other worker takes. */
-static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, char *scratch) {
+static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, flex_own_views *own_views, char *scratch) {
     for (int64_t i; (i = atomic_fetch_add_explicit(&job->next_copy, 1, memory_order_relaxed)) < job->num_copies;) {
         double *copy = job->copies + i * job->sums.num, *addresses[FA_FLEX_MAX_CAPTURES];
         const int64_t num = job->list->num_tasks;
@@ -186,7 +191,7 @@ static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, char 
         fa_flex_point_at_sums(job->p->flex, &job->sums, copy, addresses);
         fa_flex_scatter_to(programs->derivative, addresses);
         for (int64_t task = num * i / job->num_copies; task < num * (i + 1) / job->num_copies; task++)
-            bwd_run_task(job, &job->list->tasks[task], programs, scratch);
+            bwd_run_task(job, &job->list->tasks[task], programs, own_views, scratch);
     }
 }
 
@@ -200,6 +205,8 @@ static void bwd_add_copies(int64_t begin, int64_t end, void *ctx) {
 static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
     bwd_job *job = ctx;
     fa_flex_programs programs;
+    flex_own_views own_views;
+    own_views.next = 0;
     if (!fa_flex_make_programs(job->p, job->isa, &programs)) {
         atomic_store(&job->failed, true);
         return;
@@ -208,9 +215,9 @@ static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
     product_enter();
     for (int64_t w = begin; w < end; w++) {
         char *scratch = job->scratch + (size_t)w * job->layout.scratch_bytes;
-        if (job->num_copies > 0) bwd_run_copies(job, &programs, scratch);
+        if (job->num_copies > 0) bwd_run_copies(job, &programs, &own_views, scratch);
         for (const fa_task *task; job->num_copies == 0 && (task = fa_take_task(job->list));)
-            bwd_run_task(job, task, &programs, scratch);
+            bwd_run_task(job, task, &programs, &own_views, scratch);
     }
     product_leave();
     vec_leave(mode);
@@ -257,8 +264,8 @@ static void bwd_sum_slabs(int64_t begin, int64_t end, void *ctx) {
     vec_leave(mode);
 }
 
-/* Fills the map of the blocks, finds the sums of gradients, and sets the tasks' costs to the keys of blocks that their
- * tiles see. */
+/* Fills the map of the blocks, finds the sums of gradients, makes the table of views, and sets the tasks' costs to the
+ * keys of blocks that their tiles see. */
 static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
     const fa_problem *p = job->p;
     const fa_bwd_layout *l = &job->layout;
@@ -266,9 +273,9 @@ static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
     job->sums = fa_flex_sums_of(p->flex);
     job->copies = (double *)((char *)job->slabs + l->slabs_bytes);
     job->num_copies = job->sums.num > 0 ? fa_flex_num_copies(&job->sums, num_tasks) : 0;
-    job->map = fa_flex_block_map_of(p);
-    job->map.kinds = (uint8_t *)job->copies + fa_flex_copies_bytes(p, num_tasks);
-    fa_flex_fill_block_map(&job->map, p->flex);
+    fa_flex_block_map map = fa_flex_block_map_of(p);
+    map.kinds = (uint8_t *)job->copies + fa_flex_copies_bytes(p, num_tasks);
+    fa_flex_fill_block_map(&map, p->flex);
     for (int64_t i = 0; i < num_tasks && job->threads > 1; i++) {
         fa_task *task = &tasks[i];
         const fa_sequence s = fa_sequence_at(p, task->b_idx);
@@ -276,13 +283,14 @@ static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
         fa_bwd_ranges(&s, l->block_kv, l->ranges, task->begin, task->end, &key, &key_end);
         task->cost = 0;
         for (int64_t tile = 0; tile < fa_num_tiles(p, &s, l->block_q); tile++) {
-            const uint8_t *kinds = fa_flex_kinds_of(&job->map, task->b_idx, task->head_kv * g + tile % g);
-            const int64_t first = fa_flex_mask_row(&job->map, task->b_idx, 0);
+            const uint8_t *kinds = fa_flex_kinds_of(&map, task->b_idx, task->head_kv * g + tile % g);
+            const int64_t first = fa_flex_mask_row(&map, task->b_idx, 0);
             int64_t row, row_end;
             fa_tile_rows(p, &s, l->block_q, tile, tile + 1, &row, &row_end);
-            task->cost += fa_flex_count_keys(&job->map, kinds, first + row, first + row_end, key, key_end);
+            task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, key, key_end);
         }
     }
+    job->seen = fa_flex_new_seen(p, &map, l->block_q, l->block_kv);
 }
 
 static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
@@ -309,14 +317,16 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
     void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, bwd_run_workers,
                                                        p->dq.data && shares > 1 ? bwd_sum_slabs : NULL,
                                                        job.num_copies > 0 ? bwd_add_copies : NULL};
-    for (int i = 0; i < 4 && !job.failed; i++) {
+    bool is_done = true;
+    for (int i = 0; i < 4 && is_done && !job.failed; i++) {
         if (!steps[i]) continue;
         if (plan->cpu.threads == 1)
             steps[i](0, 1, &job); /* the work is too small to wake other threads */
-        else if (!pool->parallel_for(plan->cpu.threads, steps[i], &job))
-            return false;
+        else
+            is_done = pool->parallel_for(plan->cpu.threads, steps[i], &job);
     }
-    return !job.failed;
+    if (p->flex) fa_flex_free_seen(&job.seen);
+    return is_done && !job.failed;
 }
 
 #endif

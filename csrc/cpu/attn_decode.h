@@ -79,9 +79,10 @@ static void softmax_of_block(decode_task *t, float alpha[DECODE_MAX_LANES]) {
     }
     if (p->bias.data) add_bias(t);
     memcpy(new_max, t->row_max, sizeof new_max);
-    scores_adjust(t->scores, t->lanes, 0, n, &options, new_max);
+    scores_adjust(t->scores, t->lanes, t->lanes, 0, n, &options, new_max);
     softmax_step(&(softmax_args){.scores = t->scores,
                                  .p = t->scores,
+                                 .stride = t->lanes,
                                  .lanes = t->lanes,
                                  .end = n,
                                  .new_max = new_max,

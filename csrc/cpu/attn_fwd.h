@@ -43,8 +43,8 @@ typedef struct {
     float softcap; /* in units of log2 */
     bool drops;    /* dropout is on, and keep_max allows a drop */
     fa_isa isa;
-    fa_flex_block_map map; /* flex */
-    atomic_bool failed;    /* flex: no memory for the programs */
+    fa_flex_seen seen;  /* flex */
+    atomic_bool failed; /* flex: no memory for the programs */
 } fwd_job;
 
 /* The state of a task: the layout's offsets as pointers, and the packed block of keys. */
@@ -59,6 +59,7 @@ typedef struct {
     float *bias; /* of one tile on the block */
     fa_fwd_tile *tiles;
     int num_tiles, num_open;            /* tiles of the task, and how many of them are open */
+    int num_asked;                      /* tiles whose queries are prefetched, or open */
     int64_t block;                      /* first key of the block */
     const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
@@ -69,6 +70,7 @@ typedef struct {
     int score_buffer;         /* index of the next buffer of scores, 0 or 1 */
     product_queue queue;
     const fa_flex_programs *programs; /* flex */
+    flex_own_views *own_views;        /* flex */
 } fwd_task;
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -87,22 +89,26 @@ static inline int64_t longest_row(const fa_problem *p) { return max_i64(p->d, p-
 
 /* Flex: the lanes of a tile, for the block of keys that starts at key `block`. */
 static flex_tile flex_tile_at(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
-    return flex_tile_of(t->programs, &t->job->map, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes,
-                        block, t->job->layout.block_kv);
+    return flex_tile_of(t->programs, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes, block,
+                        t->job->layout.block_kv);
 }
 
-/* Finds the keys [*first, *end) of [key, key_end) from the first to the last one that the tile sees. */
+/* Flex: finds the keys [*first, *end) of [key, key_end) from the first to the last block that the tile may see. */
 static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, int64_t key_end, int64_t *first,
                       int64_t *end) {
-    if (!t->p->flex) {
-        *first = max_i64(tile->first_key, key);
-        *end = min_i64(tile->end_key, key_end);
-        return *first < *end;
-    }
-    const fa_flex_block_map *map = &t->job->map;
+    const fa_flex_block_map *map = &t->job->seen.map;
     const uint8_t *kinds = fa_flex_kinds_of(map, t->s.b_idx, tile->head[0]);
     const int64_t row = fa_flex_mask_row(map, t->s.b_idx, tile->row[0]);
     return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, key, min_i64(key_end, t->s.len_kv), first, end);
+}
+
+/* Flex: adds what the tiles see of keys [key, key_end) to the table. */
+static void find_views(const fwd_task *t, int64_t key, int64_t key_end) {
+    for (int i = 0; i < t->num_tiles; i++) {
+        const fa_fwd_tile *tile = &t->tiles[i];
+        fa_flex_see_task(&t->job->seen, t->programs, t->s.b_idx, tile->head[0], tile->row[0],
+                         tile->row[0] + tile->valid_lanes, key, key_end);
+    }
 }
 
 /* Sets the row and head of each lane, and the keys that the lane sees. */
@@ -112,6 +118,12 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
     tile->lanes = (int)round_up(tile->valid_lanes, fa_stacks_heads(p) ? LANES : FA_PATCH_ROWS);
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
+    if (p->flex) { /* each step finds the keys of its lanes */
+        if (find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) return;
+        tile->first_key = INT64_MAX;
+        tile->end_key = 0;
+        return;
+    }
     for (int lane = 0; lane < tile->lanes; lane++) {
         tile->diagonal[lane] = tile->row[lane] + t->s.len_kv - t->s.len_q;
         fa_visible_keys(p, &t->s, tile->row[lane], &tile->first[lane], &tile->end[lane]);
@@ -124,19 +136,26 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
         if (p->alibi_slopes)
             tile->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]] * LOG2_E);
     }
-    if (p->flex && !find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
-        tile->first_key = INT64_MAX;
-        tile->end_key = 0;
+}
+
+/* Lists the rows of the lanes. The rows of a tile of one head lie at equal distances. */
+static void list_lanes(const fwd_task *t, const fa_view *view, fa_dtype dtype, const fa_fwd_tile *tile, int lanes,
+                       char **rows) {
+    if (fa_stacks_heads(t->p)) {
+        for (int lane = 0; lane < lanes; lane++) rows[lane] = query_row(t, view, dtype, tile, lane);
+        return;
     }
+    char *first = query_row(t, view, dtype, tile, 0);
+    const int64_t distance = view->stride_row * DTYPE_BYTES(dtype);
+    for (int lane = 0; lane < lanes; lane++) rows[lane] = first + (tile->row[lane] - tile->row[0]) * distance;
 }
 
 static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
-    for (int lane = 0; lane < tile->lanes; lane++) rows[lane] = query_row(t, view, t->p->dtype, tile, lane);
+    list_lanes(t, view, t->p->dtype, tile, tile->lanes, (char **)rows);
 }
 
 static void list_outputs(const fwd_task *t, const fa_fwd_tile *tile, int lanes, char **rows) {
-    for (int lane = 0; lane < lanes; lane++)
-        rows[lane] = query_row(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, lane);
+    list_lanes(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, lanes, rows);
 }
 
 static void open_tile(const fwd_task *t, int i) {
@@ -200,30 +219,44 @@ static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
 typedef struct {
     int tile;
     int64_t begin, end; /* keys of the block; begin is a multiple of WORD_ELEMS */
-    bool masked, adjusts;
+    bool masked, adjusts, runs_flex;
+    flex_sight sight;  /* flex */
     bool rescales;     /* some alpha is not 1 */
     float *scores, *p; /* S^T and P, in the same buffer unless products overlap the softmax */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
 } fwd_step;
 
+/* Flex: finds the keys that the lanes see. Returns false if they see none. The bounds of the lanes tell what is masked,
+ * unless there are gaps between them, or a value that may bring NaN to a masked pair. */
+static bool find_flex_step(const fwd_task *t, fa_fwd_tile *tile, fwd_step *step) {
+    const fa_flex *flex = t->p->flex;
+    const flex_tile lanes = flex_tile_at(t, tile, t->block);
+    if (tile->first_key >= t->block + t->job->layout.block_kv || tile->end_key <= t->block) return false;
+    if (!flex_look(&t->job->seen, &lanes, t->own_views, tile->first, tile->end, &step->sight)) return false;
+    step->begin = step->sight.begin;
+    step->end = step->sight.end;
+    step->masked = step->sight.masked;
+    step->runs_flex = flex->score || flex->max_scores.data || !t->finite || step->sight.has_gaps;
+    step->adjusts = step->runs_flex || step->masked || !(t->scale > 0);
+    return true;
+}
+
 /* Finds the first tile from `tile` on that sees the block. Returns false if no tile does. */
 static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
     const int64_t last = t->block + t->job->layout.block_kv;
     for (; tile < t->num_tiles; tile++) {
-        const fa_fwd_tile *x = &t->tiles[tile];
-        int64_t begin, end;
-        if (!find_keys(t, x, t->block, last, &begin, &end)) continue;
+        fa_fwd_tile *x = &t->tiles[tile];
         step->tile = tile;
-        step->begin = (begin - t->block) / WORD_ELEMS * WORD_ELEMS;
-        step->end = end -= t->block;
         if (t->p->flex) {
-            const flex_tile lanes = flex_tile_at(t, x, t->block);
-            step->masked = false;
-            step->adjusts = t->p->flex->score || t->p->flex->max_scores.data || !(t->scale > 0) || !t->finite ||
-                            !flex_sees_all(&lanes, step->begin, end);
-            return true;
+            if (find_flex_step(t, x, step)) return true;
+            continue;
         }
-        step->masked = x->common_first > t->block + step->begin || x->common_end < t->block + end;
+        const int64_t begin = max_i64(x->first_key, t->block), end = min_i64(x->end_key, last);
+        if (begin >= end) continue;
+        step->begin = (begin - t->block) / WORD_ELEMS * WORD_ELEMS;
+        step->end = end - t->block;
+        step->runs_flex = false;
+        step->masked = x->common_first > t->block + step->begin || x->common_end < end;
         step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || t->p->bias.data || !(t->scale > 0);
         return true;
     }
@@ -266,8 +299,9 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
     t->num_fetched += share;
-    if (t->num_open < t->num_tiles) {
+    if (t->num_open < t->num_tiles && t->num_open >= t->num_asked) {
         const fa_fwd_tile *next = &t->tiles[t->num_open];
+        t->num_asked = t->num_open + 1;
         list_queries(t, &t->p->q, next, rows);
         fetch_later(&t->soon, rows, next->lanes, row_bytes);
     }
@@ -313,61 +347,98 @@ static void step_scores(fwd_task *t, fwd_step *step) {
         product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
 }
 
+/* P = exp2(S - max), of lanes [lane, lane_end) on keys [begin, end). options: of the scores; NULL: they have none, or
+ * they are adjusted already. */
+static void softmax_part(fwd_task *t, fwd_step *step, const score_options *options, int64_t lane, int64_t lane_end,
+                         int64_t begin, int64_t end) {
+    fa_fwd_tile *tile = &t->tiles[step->tile];
+    if (options) {
+        score_options o = *options;
+        if (o.slope) o.slope += lane;
+        if (o.bias) o.bias += (begin - step->begin) * tile->lanes + lane;
+        o.first += lane, o.end += lane, o.diagonal += lane;
+        scores_adjust(step->scores + lane, tile->lanes, lane_end - lane, begin, end, &o, step->new_max + lane);
+    }
+    const softmax_args softmax = {.scores = step->scores + lane,
+                                  .p = step->p + lane,
+                                  .stride = tile->lanes,
+                                  .lanes = lane_end - lane,
+                                  .begin = begin,
+                                  .end = end,
+                                  .scale = t->scale,
+                                  .new_max = step->new_max + lane,
+                                  .row_max = tile->row_max + lane,
+                                  .row_sum = tile->row_sum + lane,
+                                  .alpha = step->alpha + lane,
+                                  .bytes = t->job->drops ? t->bytes + lane : NULL,
+                                  .keep_max = t->p->keep_max,
+                                  .queue = &t->queue};
+    if (step->adjusts)
+        softmax_step(&softmax);
+    else
+        softmax_step_scaling(&softmax);
+}
+
+/* Takes the same lanes and keys together as the product V^T P does. */
+static void softmax_seen(fwd_task *t, fwd_step *step, const score_options *options) {
+    const fa_fwd_tile *tile = &t->tiles[step->tile];
+    const int64_t most = round_up(step->end - step->begin, WORD_ELEMS);
+    fa_lanes_seen x;
+    for (int64_t lane = 0; lane < tile->lanes; lane = x.lane_end) {
+        x = fa_next_lanes(tile->first, tile->end, lane, tile->lanes, t->block + step->begin, most);
+        if (x.key < x.stop)
+            softmax_part(t, step, options, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
+        else
+            for (int64_t i = lane; i < x.lane_end; i++) step->alpha[i] = 1.0f;
+    }
+}
+
 /* P = exp2(S - max) */
 static void step_softmax(fwd_task *t, fwd_step *step) {
     const fwd_job *job = t->job;
     fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t lanes = tile->lanes, begin = step->begin, end = step->end;
-    if (step->adjusts && t->p->flex) {
+    float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
+    score_options options = {.scale = t->scale,
+                             .softcap = job->softcap,
+                             .slope = t->p->alibi_slopes ? tile->slope : NULL,
+                             .diagonal = diagonal,
+                             .bias = t->p->bias.data ? t->bias : NULL,
+                             .first = first,
+                             .end = stop,
+                             .masked = step->masked};
+    const bool has_options = step->adjusts && !step->runs_flex;
+    if (step->runs_flex) {
         const flex_tile x = flex_tile_at(t, tile, t->block);
-        flex_hide(&x, begin, end, NULL, t->bytes);
-        flex_scores(&x, step->scores, begin, end, t->scale, t->bytes, step->new_max,
+        flex_hide(&x, &step->sight, begin, end, tile->first, tile->end, t->bytes);
+        flex_scores(&x, step->scores, begin, end, t->scale, step->sight.has_gaps, t->bytes, step->new_max,
                     t->p->flex->max_scores.data ? tile->max_score : NULL);
         if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
-    } else if (step->adjusts) {
+    } else if (has_options) {
         const int64_t block_kv = job->layout.block_kv;
-        float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
-        for (int lane = 0; lane < lanes; lane++) {
-            first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), block_kv);
-            stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
+        for (int group = 0; group < lanes; group += LANES)
+            for (int lane = group; lane < group + LANES; lane++) {
+                first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), block_kv);
+                stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
+            }
+        for (int lane = 0; lane < lanes && options.slope; lane++)
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
-        }
         if (t->p->bias.data)
             bias_tile(t->bias, &t->p->bias, t->s.b_idx, tile->row, tile->head, lanes, t->s.kv_row + t->block + begin,
                       min_i64(end, t->s.len_kv - t->block) - begin);
-        score_options options = {.scale = t->scale,
-                                 .softcap = job->softcap,
-                                 .slope = t->p->alibi_slopes ? tile->slope : NULL,
-                                 .diagonal = diagonal,
-                                 .bias = t->p->bias.data ? t->bias : NULL,
-                                 .first = first,
-                                 .end = stop,
-                                 .masked = step->masked};
-        scores_adjust(step->scores, lanes, begin, end, &options, step->new_max);
     }
     if (job->drops)
         dropout_bytes(t->bytes, lanes, begin, end, t->p->seed,
                       fa_dropout_stream(t->p->offset, t->s.b_idx, t->p->h, tile->head[0]), tile->row[0], t->block);
-    softmax_args softmax = {.scores = step->scores,
-                            .p = step->p,
-                            .lanes = lanes,
-                            .begin = begin,
-                            .end = end,
-                            .scale = t->scale,
-                            .new_max = step->new_max,
-                            .row_max = tile->row_max,
-                            .row_sum = tile->row_sum,
-                            .alpha = step->alpha,
-                            .bytes = job->drops ? t->bytes : NULL,
-                            .keep_max = t->p->keep_max,
-                            .queue = &t->queue};
     product_spread(&t->queue, lanes / LANES * ((end - begin + SOFTMAX_KEYS - 1) / SOFTMAX_KEYS));
-    if (step->adjusts)
-        softmax_step(&softmax);
+    if (step->masked && !PRODUCT_OVERLAPS)
+        softmax_seen(t, step, has_options ? &options : NULL);
     else
-        softmax_step_scaling(&softmax);
-    step->rescales = false;
-    for (int lane = 0; lane < lanes; lane++) step->rescales |= step->alpha[lane] != 1.0f;
+        softmax_part(t, step, has_options ? &options : NULL, 0, lanes, begin, end);
+    uint32_t differs = 0; /* of alpha from 1 */
+    for (int group = 0; group < lanes; group += LANES)
+        for (int lane = group; lane < group + LANES; lane++) differs |= fa_bits_of(step->alpha[lane]) ^ 0x3f800000;
+    step->rescales = differs != 0;
 }
 
 /* O^T = O^T alpha + V^T P. No multiplication is needed where alpha is 1. Padding rows of V^T are zero, so the product
@@ -461,7 +532,7 @@ static void fetch_block(const fwd_task *t) {
     fetch_now(rows, t->tiles[0].lanes, row_bytes);
 }
 
-/* The first key of the next block that some tile sees, or end_key or more. */
+/* The first key of the next block that some tile may see, or end_key or more. */
 static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
     const int64_t block_kv = t->job->layout.block_kv;
     for (block += block_kv; t->p->flex && block < end_key; block += block_kv) {
@@ -478,7 +549,8 @@ static float flex_score_scale(const fa_problem *p, int64_t b_idx, int64_t head_k
     return is_natural ? (float)p->scale : score_scale(p, b_idx, head_kv);
 }
 
-static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_programs *programs, char *scratch) {
+static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_programs *programs,
+                     flex_own_views *own_views, char *scratch) {
     const fa_fwd_layout *l = &job->layout;
     fwd_task t = {.job = job,
                   .p = job->p,
@@ -486,6 +558,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
                   .head_kv = task->head_kv,
                   .scale = flex_score_scale(job->p, task->b_idx, task->head_kv),
                   .programs = programs,
+                  .own_views = own_views,
                   .q_t = (float *)(scratch + l->q_t),
                   .o_t = (float *)(scratch + l->o_t),
                   .k = (float *)(scratch + l->k),
@@ -509,6 +582,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
             first_key = min_i64(first_key, t.tiles[i].first_key);
             end_key = max_i64(end_key, t.tiles[i].end_key);
         }
+        find_views(&t, first_key, end_key);
     }
     for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key;) {
         const int64_t begin = max_i64(first_key - t.block, 0), end = min_i64(end_key - t.block, l->block_kv);
@@ -534,6 +608,8 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
 static void run_workers(int64_t begin, int64_t end, void *ctx) {
     fwd_job *job = ctx;
     fa_flex_programs programs;
+    flex_own_views own_views;
+    own_views.next = 0;
     if (!fa_flex_make_programs(job->p, job->isa, &programs)) {
         atomic_store(&job->failed, true);
         return;
@@ -542,32 +618,34 @@ static void run_workers(int64_t begin, int64_t end, void *ctx) {
     product_enter();
     for (int64_t w = begin; w < end; w++) {
         for (const fa_task *task; (task = fa_take_task(job->list));)
-            run_task(job, task, &programs, job->scratch + (size_t)w * job->layout.scratch_bytes);
+            run_task(job, task, &programs, &own_views, job->scratch + (size_t)w * job->layout.scratch_bytes);
     }
     product_leave();
     vec_leave(mode);
     fa_flex_free_programs(&programs);
 }
 
-/* Fills the map of the blocks, and sets the tasks' costs to the keys of blocks that their tiles see. */
+/* Fills the map of the blocks, makes the table of views, and sets the tasks' costs to the keys of blocks that their
+ * tiles see. */
 static void start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_t num_tasks) {
     const fa_problem *p = job->p;
-    job->map = fa_flex_block_map_of(p);
-    job->map.kinds = (uint8_t *)job->scratch + (size_t)plan->cpu.threads * job->layout.scratch_bytes;
-    fa_flex_fill_block_map(&job->map, p->flex);
+    fa_flex_block_map map = fa_flex_block_map_of(p);
+    map.kinds = (uint8_t *)job->scratch + (size_t)plan->cpu.threads * job->layout.scratch_bytes;
+    fa_flex_fill_block_map(&map, p->flex);
     for (int64_t i = 0; i < num_tasks && plan->cpu.threads > 1; i++) {
         fa_task *task = &tasks[i];
         const fa_sequence s = fa_sequence_at(p, task->b_idx);
         const int64_t g = p->h / p->h_kv;
         task->cost = 0;
         for (int64_t tile = task->begin; tile < task->end; tile++) {
-            const uint8_t *kinds = fa_flex_kinds_of(&job->map, task->b_idx, task->head_kv * g + tile % g);
-            const int64_t first = fa_flex_mask_row(&job->map, task->b_idx, 0);
+            const uint8_t *kinds = fa_flex_kinds_of(&map, task->b_idx, task->head_kv * g + tile % g);
+            const int64_t first = fa_flex_mask_row(&map, task->b_idx, 0);
             int64_t row, row_end;
             fa_tile_rows(p, &s, plan->block_q, tile, tile + 1, &row, &row_end);
-            task->cost += fa_flex_count_keys(&job->map, kinds, first + row, first + row_end, 0, s.len_kv);
+            task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, 0, s.len_kv);
         }
     }
+    job->seen = fa_flex_new_seen(p, &map, plan->block_q, plan->block_kv);
 }
 
 static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
@@ -584,12 +662,15 @@ static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .drops = p->dropout_p > 0 && p->keep_max < 255,
                    .isa = plan->cpu.isa};
     if (p->flex) start_flex(&job, plan, tasks, num_tasks);
+    bool is_done = true;
     if (plan->cpu.threads > 1) {
         fa_sort_tasks(tasks, num_tasks);
-        return pool->parallel_for(plan->cpu.threads, run_workers, &job) && !job.failed;
+        is_done = pool->parallel_for(plan->cpu.threads, run_workers, &job);
+    } else {
+        run_workers(0, 1, &job); /* the work is too small to wake other threads */
     }
-    run_workers(0, 1, &job); /* the work is too small to wake other threads */
-    return !job.failed;
+    if (p->flex) fa_flex_free_seen(&job.seen);
+    return is_done && !job.failed;
 }
 
 #endif

@@ -57,8 +57,8 @@ static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t be
 
 /* Flex: the lanes of a tile, for the block of keys. */
 static flex_tile bwd_flex_tile(const bwd_task *t, const fa_bwd_tile *tile) {
-    return flex_tile_of(t->programs, &t->job->map, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes,
-                        t->block, t->job->layout.block_kv);
+    return flex_tile_of(t->programs, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes, t->block,
+                        t->job->layout.block_kv);
 }
 
 /* Whether all elements are finite that a product could bring to a masked pair. */
@@ -66,17 +66,25 @@ static bool bwd_is_finite(const bwd_task *t, const fa_bwd_tile *tile) {
     return tile->q_finite && tile->dout_finite && (t->k_finite || !t->p->dq.data);
 }
 
-/* Flex: marks the masked pairs of keys [begin, end) of the block. Returns whether S and dP need no programs, because
- * the bounds of the lanes mask enough. */
-static bool bwd_flex_hide(bwd_task *t, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
+/* Flex: finds the keys [*begin, *end) of the block and of each lane that are seen. Returns false if there are none. */
+static bool bwd_flex_look(const bwd_task *t, fa_bwd_tile *tile, flex_sight *sight, int64_t *begin, int64_t *end) {
     const flex_tile x = bwd_flex_tile(t, tile);
-    uint8_t never[FA_FLEX_TILE];
-    if (!t->programs->score && !t->programs->derivative && bwd_is_finite(t, tile) &&
-        flex_sees_all(&x, begin, end < x.num_keys ? end : x.num_keys))
-        return true;
-    for (int lane = 0; lane < tile->lanes; lane++) never[lane] = tile->first[lane] >= tile->end[lane];
-    flex_hide(&x, begin, end, never, t->bytes);
-    return false;
+    if (!flex_look(&t->job->seen, &x, t->own_views, tile->first, tile->end, sight)) return false;
+    *begin = sight->begin, *end = sight->end;
+    tile->common_first = t->block + sight->common_first;
+    tile->common_end = sight->has_gaps ? 0 : t->block + sight->common_end;
+    for (int lane = 0; lane < tile->lanes; lane++) {
+        if (tile->lse[lane] != INFINITY) continue;
+        tile->first[lane] = tile->end[lane] = 0; /* the row does not contribute, or it is padding */
+        if (lane < tile->valid_lanes) tile->common_end = 0;
+    }
+    return true;
+}
+
+/* Flex: whether S and dP need programs, or bytes that mark the masked pairs. Otherwise the bounds of the lanes mask
+ * enough. */
+static bool bwd_runs_flex(const bwd_task *t, const fa_bwd_tile *tile, const flex_sight *sight) {
+    return t->programs->score || t->programs->derivative || !bwd_is_finite(t, tile) || sight->has_gaps;
 }
 
 /* S and dP of keys [begin, end) of the block become P and dS. i is the number of the tile. */
@@ -226,11 +234,13 @@ static void bwd_step_tile(bwd_task *t, int i) {
     fa_bwd_tile *tile = &t->tiles[i];
     const int64_t lanes = tile->lanes, at = i * l->tile_floats, v_at = i * l->v_tile_floats;
     int64_t begin, end;
+    flex_sight sight;
     if (!bwd_find_keys(job, &t->s, tile, t->block, t->block + l->block_kv, &begin, &end)) return;
-    begin = (begin - t->block) / 2 * 2,
-    end = round_up(end - t->block, 2); /* rows of keys past the last key are zeros */
+    begin -= t->block, end -= t->block;
     while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
     if (p->dq.data) bwd_enter_range(t, i);
+    if (p->flex && !bwd_flex_look(t, tile, &sight, &begin, &end)) return;
+    begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last key are zeros */
     bwd_fetch_during(t, i, end - begin);
 
     /* Rows of P and dS are half as long for bf16. If the scores of a strip stay in the first-level cache, the rows lie
@@ -241,7 +251,11 @@ static void bwd_step_tile(bwd_task *t, int i) {
     if (job->drops)
         dropout_bytes(t->bytes, lanes, begin, end, p->seed,
                       fa_dropout_stream(p->offset, t->s.b_idx, p->h, tile->head[0]), tile->row[0], t->block);
-    const bool runs_flex = p->flex && !bwd_flex_hide(t, tile, begin, end);
+    const bool runs_flex = p->flex && bwd_runs_flex(t, tile, &sight);
+    if (runs_flex) {
+        const flex_tile x = bwd_flex_tile(t, tile);
+        flex_hide(&x, &sight, begin, end, tile->first, tile->end, t->bytes);
+    }
     for (int64_t key = begin, stop; key < end; key = stop) {
         stop = key + cached < end ? key + cached : end;
         bwd_step_keys(t, i, key, stop, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride, runs_flex);

@@ -22,7 +22,7 @@ typedef struct {
     float kept;           /* 1 / (1 - dropout_p) */
     bool drops;           /* dropout is on, and keep_max allows a drop */
     fa_isa isa;
-    fa_flex_block_map map;     /* flex */
+    fa_flex_seen seen;         /* flex */
     fa_flex_sums sums;         /* flex: of the gradients of captures */
     double *copies;            /* [num_copies][sums.num] */
     int64_t num_copies;        /* 0: no gradient of a capture is wanted */
@@ -51,6 +51,7 @@ typedef struct {
     const char **pieces;                /* storage of soon */
     fetch_queue soon;
     const fa_flex_programs *programs; /* flex */
+    flex_own_views *own_views;        /* flex */
 } bwd_task;
 
 static inline char *bwd_query_row(const fa_problem *p, const fa_sequence *s, const fa_view *view, int64_t row,
@@ -116,15 +117,17 @@ static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_
     }
 }
 
-/* Finds the keys [*first, *last) of [begin, end) from the first to the last one that the tile sees. */
+/* Finds the keys [*first, *last) of [begin, end) from the first to the last one that the tile sees. Flex: to the last
+ * block that it may see, whatever views are found. */
 static bool bwd_find_keys(const bwd_job *job, const fa_sequence *s, const fa_bwd_tile *tile, int64_t begin, int64_t end,
                           int64_t *first, int64_t *last) {
     *first = tile->first_key > begin ? tile->first_key : begin;
     *last = tile->end_key < end ? tile->end_key : end;
     if (*first >= *last || !job->p->flex) return *first < *last;
-    const uint8_t *kinds = fa_flex_kinds_of(&job->map, s->b_idx, tile->head[0]);
-    const int64_t row = fa_flex_mask_row(&job->map, s->b_idx, tile->row[0]);
-    return fa_flex_find_keys(&job->map, kinds, row, row + tile->valid_lanes, *first, *last, first, last);
+    const fa_flex_block_map *map = &job->seen.map;
+    const uint8_t *kinds = fa_flex_kinds_of(map, s->b_idx, tile->head[0]);
+    const int64_t row = fa_flex_mask_row(map, s->b_idx, tile->row[0]);
+    return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, *first, *last, first, last);
 }
 
 static bool bwd_sees(const bwd_job *job, const fa_sequence *s, const fa_bwd_tile *tile, int64_t begin, int64_t end) {

@@ -64,19 +64,20 @@ typedef struct {
 
 INLINE vec_mask keys_visible(vec first, vec end, vec j) { return mask_and(vec_le(first, j), vec_lt(j, end)); }
 
-INLINE void scores_adjust_of(float *scores, int64_t lanes, int64_t begin, int64_t end, const score_options *o,
-                             float *lane_max, bool CAPS, bool SLOPES, bool MASKED, bool BIASED) {
+INLINE void scores_adjust_of(float *scores, int64_t stride, int64_t lanes, int64_t begin, int64_t end,
+                             const score_options *o, float *lane_max, bool CAPS, bool SLOPES, bool MASKED,
+                             bool BIASED) {
     const vec scale = vec_set(o->scale), softcap = vec_set(o->softcap), zero = vec_set(0.0f);
     for (int64_t lane = 0; lane < lanes; lane += LANES) {
         vec high = vec_load(lane_max + lane), first = zero, last = zero, slope = zero, diagonal = zero;
         if (MASKED) first = vec_load(o->first + lane), last = vec_load(o->end + lane);
         if (SLOPES) slope = vec_load(o->slope + lane), diagonal = vec_load(o->diagonal + lane);
         vec j = vec_set((float)begin);
-        float *at = scores + begin * lanes + lane;
+        float *at = scores + begin * stride + lane;
         const float *bias = BIASED ? o->bias + lane : NULL;
-        for (int64_t key = begin; key < end; key++, at += lanes) {
+        for (int64_t key = begin; key < end; key++, at += stride) {
             vec s = vec_mul(vec_load(at), scale);
-            if (BIASED) s = vec_add(s, vec_load(bias)), bias += lanes;
+            if (BIASED) s = vec_add(s, vec_load(bias)), bias += stride;
             if (CAPS) s = vec_mul(vec_tanh(s), softcap);
             if (SLOPES) {
                 const vec distance = vec_sub(diagonal, j);
@@ -91,12 +92,13 @@ INLINE void scores_adjust_of(float *scores, int64_t lanes, int64_t begin, int64_
     }
 }
 
-/* Every set of options has its own loop. Branches at each vector would take as many instructions as the arithmetic. */
-OUTLINE void scores_adjust(float *scores, int64_t lanes, int64_t begin, int64_t end, const score_options *o,
-                           float *lane_max) {
+/* Adjusts `lanes` lanes of keys [begin, end). The rows of scores and of the bias have `stride` floats. Every set of
+ * options has its own loop. Branches at each vector would take as many instructions as the arithmetic. */
+OUTLINE void scores_adjust(float *scores, int64_t stride, int64_t lanes, int64_t begin, int64_t end,
+                           const score_options *o, float *lane_max) {
     switch ((o->softcap > 0.0f) | (o->slope != NULL) << 1 | o->masked << 2 | (o->bias != NULL) << 3) {
 #define CASE(n) \
-    case n: scores_adjust_of(scores, lanes, begin, end, o, lane_max, n & 1, n & 2, n & 4, n & 8); break;
+    case n: scores_adjust_of(scores, stride, lanes, begin, end, o, lane_max, n & 1, n & 2, n & 4, n & 8); break;
         CASE(8) CASE(12) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
 #undef CASE
     }
@@ -149,10 +151,11 @@ INLINE vec_mask max_outgrown(vec m, vec high, vec sum) {
 #define SOFTMAX_KEYS 16
 
 typedef struct {
-    const float *scores;       /* S^T, keys [begin, end) */
-    float *p;                  /* P as words, in row key / WORD_ELEMS; may overlap the scores if the maxima are known */
-    int64_t lanes, begin, end; /* begin is a multiple of WORD_ELEMS */
-    float scale;               /* scale of the scores, if the scores are not scaled yet */
+    const float *scores;   /* S^T, keys [begin, end) */
+    float *p;              /* P as words, in row key / WORD_ELEMS; may overlap the scores if the maxima are known */
+    int64_t stride, lanes; /* of a row of scores, P and bytes; and how many of them are computed */
+    int64_t begin, end;    /* begin is a multiple of WORD_ELEMS */
+    float scale;           /* scale of the scores, if the scores are not scaled yet */
     /* The maxima over all keys so far, times scale. Not read if products overlap and the scores are not scaled yet. */
     const float *new_max;
     float *row_max, *row_sum, *alpha;
@@ -169,7 +172,7 @@ typedef struct {
 INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS, int64_t lane, vec scale,
                                   vec reference) {
     const vec zero = vec_set(0.0f);
-    const int64_t lanes = a->lanes, end = a->end;
+    const int64_t lanes = a->stride, end = a->end;
     const float *s = a->scores + a->begin * lanes + lane;
     float *p = a->p + a->begin / WORD_ELEMS * lanes + lane;
     const uint8_t keep_max = a->keep_max, *byte = DROPS ? a->bytes + a->begin * lanes + lane : (const uint8_t *)s;
@@ -207,7 +210,7 @@ INLINE softmax_sums softmax_lanes(const softmax_args *a, bool SCALED, bool DROPS
 /* The highest scores of one vector of lanes, as they are stored. A maximum takes four clocks, so there are four
  * chains. */
 INLINE vec highest_score(const softmax_args *a, int64_t lane) {
-    const int64_t lanes = a->lanes;
+    const int64_t lanes = a->stride;
     const float *s = a->scores + a->begin * lanes + lane;
     vec high[4] = {vec_set(-INFINITY), vec_set(-INFINITY), vec_set(-INFINITY), vec_set(-INFINITY)};
     int64_t key = a->begin;
@@ -220,7 +223,7 @@ INLINE vec highest_score(const softmax_args *a, int64_t lane) {
 /* Multiplies the scores of one vector of lanes by scale. The products are rounded like the maxima. */
 OUTLINE void scale_scores(const softmax_args *a, int64_t lane) {
     for (int64_t key = a->begin; key < a->end; key++) {
-        float *at = (float *)a->scores + key * a->lanes + lane;
+        float *at = (float *)a->scores + key * a->stride + lane;
         vec_store(at, vec_mul(vec_load(at), vec_set(a->scale)));
     }
 }

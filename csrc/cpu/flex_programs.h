@@ -4,10 +4,12 @@
 
 #include "flex/evaluate.h"
 #include "flex/flex.h"
+#include "flex/intervals.h"
 
 /* NULL: there is no such program, or in a forward no derivative. */
 typedef struct {
     fa_flex_evaluator *score, *mask, *derivative;
+    fa_flex_intervals *mask_bounds; /* NULL: they would hardly tell anything */
     const fa_flex *flex;
 } fa_flex_programs;
 

@@ -1,39 +1,35 @@
 /* Programmable attention between the two products, for one tile on one block of keys. A lane is a query row of one
  * head, and a line is a key. The programs run line by line, over all lanes.
  *
+ *   flex_look         the keys that each lane sees, by the block mask and the mask_mod (flex_seen.h)
  *   flex_hide         bytes [key][lanes]: 0 where the lane sees the key, 1 where the pair is masked
  *   flex_scores       scale -> score_mod -> mask; the scores become scores in units of log2
  *
- * flex_step_bwd.h has the stage of the backward. */
+ * A mask without gaps needs no bytes. It is a range of keys for each lane, as causal masks and windows are, and the
+ * products skip what no lane sees. flex_step_bwd.h has the stage of the backward. */
 #ifndef FA_CPU_FLEX_STEP_H
 #define FA_CPU_FLEX_STEP_H
 
 #include "elementwise.h"
-#include "flex/block_map.h"
 #include "flex/evaluate.h"
 #include "flex_programs.h"
+#include "flex_seen.h"
 
-/* The lanes of a tile: valid_lanes rows of a head. The block mask has them from mask_row on, and the mods
- * call the first one `query`. `kinds` belongs to the head. Keys count from the start of the block, which begins at key
- * `block` and has num_keys keys of the sequence. */
+/* The lanes of a tile: valid_lanes rows of a head from `row` on. The mods call the first one `query`. Keys count from
+ * the start of the block, which begins at key `block` and has num_keys keys of the sequence. */
 typedef struct {
     const fa_flex_programs *programs;
-    const fa_flex_block_map *map;
-    const uint8_t *kinds;
-    int64_t b_idx, head, mask_row, query, block;
+    int64_t b_idx, head, row, query, block;
     int lanes, valid_lanes, num_keys;
 } flex_tile;
 
-static inline flex_tile flex_tile_of(const fa_flex_programs *programs, const fa_flex_block_map *map,
-                                     const fa_sequence *s, int64_t head, int64_t row, int lanes, int valid_lanes,
-                                     int64_t block, int64_t block_kv) {
+static inline flex_tile flex_tile_of(const fa_flex_programs *programs, const fa_sequence *s, int64_t head, int64_t row,
+                                     int lanes, int valid_lanes, int64_t block, int64_t block_kv) {
     const int64_t rest = s->len_kv - block;
     return (flex_tile){.programs = programs,
-                       .map = map,
-                       .kinds = fa_flex_kinds_of(map, s->b_idx, head),
                        .b_idx = s->b_idx,
                        .head = head,
-                       .mask_row = fa_flex_mask_row(map, s->b_idx, row),
+                       .row = row,
                        .query = row + fa_flex_first_query(programs->flex, s->b_idx),
                        .block = block,
                        .lanes = lanes,
@@ -47,66 +43,134 @@ static inline void flex_start(fa_flex_evaluator *e, const flex_tile *t) {
     fa_flex_start_lanes(e, t->query, t->valid_lanes);
 }
 
-/* The kinds of the lanes in one column of blocks, as bytes of 0 and 1. */
-typedef struct {
-    uint8_t hidden[FA_FLEX_TILE], full[FA_FLEX_TILE];
-    bool any_partial;
-} flex_column;
+/* ---- what the lanes see ---- */
 
-/* `never` marks lanes that see nothing; NULL: no lane is so. */
-static inline void flex_read_column(const flex_tile *t, int64_t column, const uint8_t *never, flex_column *c) {
-    const fa_flex_block_map *m = t->map;
-    c->any_partial = false;
-    for (int lane = 0; lane < t->lanes; lane++) {
-        const int last = lane < t->valid_lanes ? lane : t->valid_lanes - 1;
-        const uint8_t kind = t->kinds[(t->mask_row + last) / m->block_q * m->columns + column];
-        const bool hidden = kind == FA_FLEX_EMPTY || (never && never[lane]);
-        c->hidden[lane] = hidden;
-        c->full[lane] = kind == FA_FLEX_FULL || !m->has_mask_mod;
-        c->any_partial |= !hidden && !c->full[lane];
+/* A view that a step has found for itself. Two of them, because a step finds its view while another one runs. */
+typedef struct {
+    fa_flex_view view[2];
+    uint64_t bits[2][FA_FLEX_TILE * FA_FLEX_VIEW_WORDS];
+    int next;
+} flex_own_views;
+
+/* What a tile sees of a block: some of the keys [begin, end) of the block. */
+typedef struct {
+    int64_t begin, end;
+    int64_t common_first, common_end; /* every valid lane sees these keys, but for gaps */
+    bool masked;                      /* some lane does not see all of the keys */
+    bool has_gaps;                    /* some lane does not see all keys between its first and its last */
+    const uint64_t *bits;
+    int row; /* of the view: lane 0 */
+} flex_sight;
+
+/* Bounds of the lanes: the least first key, the greatest end, the greatest first key, the least end. */
+static inline void flex_bounds_of(const uint8_t *first, const uint8_t *end, int lanes, uint8_t bounds[4]) {
+    uint8_t low[16], high[16], most[16], least[16];
+    memset(low, 255, 16), memset(high, 0, 16), memset(most, 0, 16), memset(least, 255, 16);
+    for (int lane = 0; lane < lanes; lane += 16)
+        for (int i = 0; i < 16; i++) {
+            const uint8_t from = first[lane + i], to = end[lane + i];
+            low[i] = from < low[i] ? from : low[i], most[i] = from > most[i] ? from : most[i];
+            high[i] = to > high[i] ? to : high[i], least[i] = to < least[i] ? to : least[i];
+        }
+    for (int i = 0; i < 16; i++) {
+        bounds[0] = low[i] < bounds[0] ? low[i] : bounds[0], bounds[1] = high[i] > bounds[1] ? high[i] : bounds[1];
+        bounds[2] = most[i] > bounds[2] ? most[i] : bounds[2], bounds[3] = least[i] < bounds[3] ? least[i] : bounds[3];
     }
 }
 
-/* hidden = the column's hidden lanes, and those of partial blocks that are not allowed. */
-static inline void flex_hide_line(int lanes, uint8_t *restrict line, const uint8_t *restrict hidden,
-                                  const uint8_t *restrict full, const uint8_t *restrict allowed) {
+static inline void flex_add_block(int lanes, const uint8_t *restrict keys, int64_t block, int64_t *restrict sums) {
     for (int group = 0; group < lanes; group += 16)
-        for (int i = group; i < group + 16; i++) line[i] = hidden[i] | (uint8_t)((full[i] | allowed[i]) ^ 1);
+        for (int i = group; i < group + 16; i++) sums[i] = block + keys[i];
 }
 
-/* Fills `hidden` for keys [begin, end) of the block. */
-OUTLINE void flex_hide(const flex_tile *t, int64_t begin, int64_t end, const uint8_t *never, uint8_t *hidden) {
-    flex_column c = {.any_partial = false};
-    int64_t column_end = begin;
-    fa_flex_evaluator *mask = NULL;
+/* Finds what the tile sees, and for each lane keys [first, end) of the sequence from the first to the last one. Returns
+ * false if no lane sees a key. A lane with first[lane] >= end[lane] sees none. Lanes behind valid_lanes see all keys or
+ * none. */
+OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, int64_t *first, int64_t *end,
+                       flex_sight *sight) {
+    const fa_flex_view *view = &own->view[own->next];
+    int32_t kind = FA_FLEX_NOT_FOUND;
+    *sight = (flex_sight){.bits = own->bits[own->next]};
+    if (seen->kinds)
+        kind = atomic_load_explicit(fa_flex_kind_seen(seen, t->b_idx, t->head, t->row, t->block), memory_order_acquire);
+    const bool is_own = kind <= FA_FLEX_NOT_FOUND;
+    if (is_own) {
+        kind = fa_flex_see(seen, t->programs, t->b_idx, t->head, t->row, t->valid_lanes, t->block,
+                           &own->view[own->next], own->bits[own->next]);
+    } else if (kind >= 0) {
+        view = &seen->views[kind];
+        sight->bits = seen->bits + (int64_t)kind * seen->block_kv * FA_FLEX_VIEW_WORDS;
+        sight->row = (int)(t->row % seen->band_rows);
+    }
+    if (kind == FA_FLEX_SEES_NOTHING) return false;
+    int64_t low = 0, high = t->num_keys, most = 0, least = t->num_keys;
+    if (kind == FA_FLEX_SEES_ALL) {
+        for (int lane = 0; lane < t->lanes; lane++) {
+            first[lane] = t->block;
+            end[lane] = t->block + t->num_keys;
+        }
+    } else {
+        const uint8_t *from = view->first + sight->row, *to = view->end + sight->row;
+        uint8_t bounds[4] = {255, 0, 0, 255};
+        flex_bounds_of(from, to, t->lanes, bounds);
+        low = bounds[0], high = bounds[1], most = bounds[2], least = bounds[3];
+        flex_add_block(t->lanes, from, t->block, first);
+        flex_add_block(t->lanes, to, t->block, end);
+        sight->has_gaps = view->has_gaps;
+    }
+    sight->begin = low / WORD_ELEMS * WORD_ELEMS, sight->end = high;
+    sight->common_first = most, sight->common_end = least;
+    sight->masked = most > sight->begin || least < high || sight->has_gaps;
+    if (low < high && is_own) own->next ^= 1;
+    return low < high;
+}
+
+/* Fills eight bytes, from the lowest bits of eight bytes that say which lanes see a key. */
+static inline void flex_hide_eight(uint8_t *line, uint64_t sees) {
+    UNROLL for (int i = 0; i < 8; i++) line[i] = (uint8_t)((~sees >> 8 * i) & 1); /* one store */
+}
+
+/* Fills a line for key `key`. A lane sees `num` keys from the first one on, in bytes that wrap around. */
+static inline void flex_hide_line(int lanes, uint8_t *restrict line, uint8_t key, const uint8_t *restrict first,
+                                  const uint8_t *restrict num) {
+    for (int group = 0; group < lanes; group += 16)
+        for (int i = group; i < group + 16; i++) line[i] = (uint8_t)(key - first[i]) >= num[i];
+}
+
+/* Fills `hidden` for keys [begin, end) of the block. A lane with first[lane] >= end[lane] sees none of them. */
+OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, int64_t begin, int64_t end, const int64_t *first,
+                       const int64_t *lane_end, uint8_t *hidden) {
+    uint8_t low[FA_FLEX_TILE], num[FA_FLEX_TILE];
+    uint64_t sees[FA_FLEX_TILE / 64] = {0};
+    bool is_seen_whole = !sight->masked && end <= t->num_keys;
+    for (int lane = 0; lane < t->lanes; lane++) {
+        const bool is_seen = first[lane] < lane_end[lane];
+        low[lane] = (uint8_t)(first[lane] - t->block);
+        num[lane] = (uint8_t)(is_seen ? lane_end[lane] - first[lane] : 0);
+        sees[lane / 64] |= (uint64_t)is_seen << (lane % 8 * 8 + lane % 64 / 8);
+        is_seen_whole &= is_seen;
+    }
+    if (is_seen_whole && begin >= sight->begin && end <= sight->end) {
+        memset(hidden + begin * t->lanes, 0, (size_t)((end - begin) * t->lanes));
+        return;
+    }
     for (int64_t key = begin; key < end; key++) {
         uint8_t *line = hidden + key * t->lanes;
         if (key >= t->num_keys) {
             memset(line, 1, (size_t)t->lanes);
-            continue;
+        } else if (sight->has_gaps) {
+            for (int lane = 0; lane < t->lanes; lane += 8) {
+                const int row = sight->row + lane;
+                const uint64_t bits = sight->bits[key * FA_FLEX_VIEW_WORDS + row / 64] >> row % 64 / 8;
+                flex_hide_eight(line + lane, bits & sees[lane / 64] >> lane % 64 / 8);
+            }
+        } else {
+            flex_hide_line(t->lanes, line, (uint8_t)key, low, num);
         }
-        if (key >= column_end) {
-            const int64_t column = (t->block + key) / t->map->block_kv;
-            flex_read_column(t, column, never, &c);
-            column_end = (column + 1) * t->map->block_kv - t->block;
-            if (c.any_partial && !mask) flex_start(mask = t->programs->mask, t);
-        }
-        if (c.any_partial)
-            flex_hide_line(t->lanes, line, c.hidden, c.full, fa_flex_line(mask, (int)key, NULL, NULL));
-        else
-            memcpy(line, c.hidden, (size_t)t->lanes);
     }
 }
 
-/* Whether every lane sees every key of [begin, end), because all blocks are full. */
-static inline bool flex_sees_all(const flex_tile *t, int64_t begin, int64_t end) {
-    const fa_flex_block_map *m = t->map;
-    const uint8_t least = m->has_mask_mod ? FA_FLEX_FULL : FA_FLEX_PARTIAL;
-    for (int64_t r = t->mask_row / m->block_q; r <= (t->mask_row + t->valid_lanes - 1) / m->block_q; r++)
-        for (int64_t c = (t->block + begin) / m->block_kv; c <= (t->block + end - 1) / m->block_kv; c++)
-            if (t->kinds[r * m->columns + c] < least) return false;
-    return true;
-}
+/* ---- scores ---- */
 
 INLINE void flex_scale(float *line, int64_t lanes, float scale) {
     for (int64_t lane = 0; lane < lanes; lane += LANES)
@@ -115,8 +179,8 @@ INLINE void flex_scale(float *line, int64_t lanes, float scale) {
 
 /* Scores of keys [begin, end) become scores in units of log2, with -inf where they are hidden. lane_max receives the
  * maxima in units of log2, and max_scores, unless it is NULL, the maxima before. Without a score_mod and without
- * max_scores `scale` contains log2(e). */
-OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64_t end, float scale,
+ * max_scores `scale` contains log2(e). With gaps some keys may be hidden from all lanes. */
+OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64_t end, float scale, bool has_gaps,
                          const uint8_t *hidden, float *lane_max, float *max_scores) {
     const vec lowest = vec_set(-INFINITY);
     fa_flex_evaluator *score = t->programs->score;
@@ -125,6 +189,10 @@ OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64
     for (int64_t key = begin; key < end; key++) {
         float *line = scores + key * t->lanes;
         const uint8_t *hides = hidden + key * t->lanes;
+        if (has_gaps && !memchr(hides, 0, (size_t)t->lanes)) {
+            for (int lane = 0; lane < t->lanes; lane += LANES) vec_store(line + lane, lowest);
+            continue;
+        }
         flex_scale(line, t->lanes, scale);
         const float *s = score ? fa_flex_line(score, (int)key, line, NULL) : line;
         for (int lane = 0; lane < t->lanes; lane += LANES) {

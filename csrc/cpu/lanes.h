@@ -66,28 +66,64 @@ static inline void product_scores_seen(const product_args *p, const int64_t *fir
     }
 }
 
-/* A product that sums over keys from key_0 on. A few vectors of lanes at a time sum over the keys that they see. */
+/* Where a product over keys takes only keys that its lanes see, it takes at most so many lanes together. */
+#define SEEN_LANES ((UNROLL_VECS > 3 ? 2 : UNROLL_VECS) * LANES)
+
+/* Lanes up to lane_end, and the keys [key, stop) from the first to the last one that they see. The keys count from
+ * key_0, and the first one is a multiple of WORD_ELEMS. */
+typedef struct {
+    int64_t lane_end, key, stop;
+} fa_lanes_seen;
+
+/* The lanes of one vector, and those of [0, most) keys that they see. */
+static inline fa_lanes_seen fa_vector_seen(const int64_t *first, const int64_t *end, int64_t lane, int64_t key_0,
+                                           int64_t most) {
+    int64_t low = INT64_MAX, high = 0;
+    for (int64_t i = lane; i < lane + LANES; i++) {
+        const bool sees = first[i] < end[i];
+        const int64_t from = sees ? first[i] : INT64_MAX, to = sees ? end[i] : 0;
+        low = from < low ? from : low;
+        high = to > high ? to : high;
+    }
+    fa_lanes_seen x = {lane + LANES, low > key_0 ? low - key_0 : 0, high - key_0 < most ? high - key_0 : most};
+    if (x.key >= x.stop) x.key = x.stop = 0;
+    x.key = x.key / WORD_ELEMS * WORD_ELEMS;
+    return x;
+}
+
+/* The time of a product with so many lanes, for each key. A single vector uses each broadcast word only once. */
+static inline int64_t fa_lanes_cost(int64_t lanes) { return lanes == LANES ? 9 : 8 * lanes / LANES; }
+
+/* Finds the lanes that the product takes together, from `lane` on: another vector joins if the keys that only some of
+ * the lanes see cost less than a product of its own. */
+static inline fa_lanes_seen fa_next_lanes(const int64_t *first, const int64_t *end, int64_t lane, int64_t lanes,
+                                          int64_t key_0, int64_t most) {
+    fa_lanes_seen x = fa_vector_seen(first, end, lane, key_0, most);
+    while (x.lane_end < lanes && x.lane_end < lane + SEEN_LANES && x.key < x.stop) {
+        const fa_lanes_seen y = fa_vector_seen(first, end, x.lane_end, key_0, most);
+        const int64_t key = x.key < y.key ? x.key : y.key, stop = x.stop > y.stop ? x.stop : y.stop;
+        const int64_t apart =
+            (x.stop - x.key) * fa_lanes_cost(x.lane_end - lane) + (y.stop - y.key) * fa_lanes_cost(LANES);
+        if (y.key == y.stop || (stop - key) * fa_lanes_cost(y.lane_end - lane) > apart) break;
+        x = (fa_lanes_seen){y.lane_end, key, stop};
+    }
+    return x;
+}
+
+/* A product that sums over keys from key_0 on. Some vectors of lanes at a time sum over the keys that they see. */
 static inline void product_keys_seen(void (*product_fn)(const product_args *), const product_args *p,
                                      const int64_t *first, const int64_t *end, int64_t key_0) {
-    const int64_t lanes = p->num_vecs * LANES, step = (UNROLL_VECS > 3 ? 2 : UNROLL_VECS) * LANES;
-    for (int64_t lane = 0; lane < lanes; lane += step) {
-        const int64_t lane_end = lane + step < lanes ? lane + step : lanes, most = p->num_words * WORD_ELEMS;
-        int64_t key = most, stop = 0;
-        for (int64_t i = lane; i < lane_end; i++) {
-            if (first[i] >= end[i]) continue;
-            if (first[i] - key_0 < key) key = first[i] - key_0;
-            if (end[i] - key_0 > stop) stop = end[i] - key_0;
-        }
-        const int64_t word = key > 0 ? key / WORD_ELEMS : 0;
-        const int64_t word_end = stop < most ? (stop + WORD_ELEMS - 1) / WORD_ELEMS : p->num_words;
-        if (word >= word_end) continue;
+    fa_lanes_seen x;
+    for (int64_t lane = 0; lane < p->num_vecs * LANES; lane = x.lane_end) {
+        x = fa_next_lanes(first, end, lane, p->num_vecs * LANES, key_0, p->num_words * WORD_ELEMS);
+        if (x.key == x.stop) continue;
         product_args part = *p;
-        part.a += word;
-        part.b += word * p->b_stride + lane;
+        part.a += x.key / WORD_ELEMS;
+        part.b += x.key / WORD_ELEMS * p->b_stride + lane;
         part.c += lane;
         if (p->alpha) part.alpha += lane;
-        part.num_words = word_end - word;
-        part.num_vecs = (int)((lane_end - lane) / LANES);
+        part.num_words = (x.stop + WORD_ELEMS - 1) / WORD_ELEMS - x.key / WORD_ELEMS;
+        part.num_vecs = (int)((x.lane_end - lane) / LANES);
         product_fn(&part);
     }
 }

@@ -22,11 +22,19 @@
 /* PREFETCH is a hint to fetch a cache line. Any address is allowed.
  * INLINE functions become part of the caller whatever their size, and their constant arguments select variants.
  * OUTLINE functions are never inlined, so that their loops have all registers for themselves.
- * UNROLL unrolls a loop over registers. */
+ * UNROLL unrolls a loop over registers.
+ * TRAILING_ZEROS counts the zeros behind the lowest bit of a 64-bit number that is not 0. */
 #if defined(__GNUC__) || defined(__clang__)
-#define PREFETCH(p) __builtin_prefetch(p)
+#define PREFETCH(p)       __builtin_prefetch(p)
+#define TRAILING_ZEROS(x) __builtin_ctzll(x)
 #else
-#define PREFETCH(p) ((void)(p))
+#define PREFETCH(p)       ((void)(p))
+#define TRAILING_ZEROS(x) fa_trailing_zeros(x)
+static inline int fa_trailing_zeros(unsigned long long x) {
+    int zeros = 0;
+    for (; !(x & 1); x >>= 1) zeros++;
+    return zeros;
+}
 #endif
 
 #if defined(__clang__)

@@ -18,20 +18,23 @@
 constexpr int HIDDEN_WORDS = FA_HIDDEN_WORDS(BLOCK_Q), HIDDEN_PITCH = 2 * BLOCK_KV;
 
 DEVICE int query_tile_of(int entry) { return entry >> 2; }
-DEVICE block_kind kind_of(int entry) { return (block_kind)(entry & 3); }
+DEVICE block_kind kind_of(int entry) { return FLEX_BLOCKS ? (block_kind)(entry & 3) : KIND_WITHOUT_BLOCKS; }
 
-/* Words beside the stages of a step: the entry beside Q, from the producer, and beside dQ what the warpgroups must know
- * of this share of dQ, from the writer warp. */
+/* Words beside the stages of a step. The producer writes a word beside each Q: 4 times the entry, plus what the
+ * warpgroups must know of this step's share of dQ. */
 enum { FIRST_SHARE = 1, LAST_SHARE = 2 };
 struct step_words {
-    int entries[2], shares[2];
+    int steps[2];
     int turns[WIDE ? 4 : 1]; /* of four steps: 4 times the query tile, plus the words of its share */
 
-    DEVICE void set_entry(int stage, int entry) { entries[stage] = entry; }
     static DEVICE int share_of(bool is_first, bool is_last) {
         return (is_first ? FIRST_SHARE : 0) | (is_last ? LAST_SHARE : 0);
     }
-    DEVICE void set_share(int stage, bool is_first, bool is_last) { shares[stage] = share_of(is_first, is_last); }
+    /* Above 128 columns the shares come with the turns. */
+    template <class tile> DEVICE void set_step(int stage, const tile &t, int entry, u32 share) {
+        const int i = query_tile_of(entry);
+        steps[stage] = 4 * entry + (WIDE ? 0 : share_of(t.begins_sum(share, i), t.ends_sum(share, i)));
+    }
     DEVICE void set_turn(int slot, int i, bool is_first, bool is_last) {
         turns[slot] = 4 * i + share_of(is_first, is_last);
     }
@@ -47,7 +50,7 @@ struct listed_queries {
 
     DEVICE bool has_list() const { return list != nullptr; }
     DEVICE int entry_at(int place) const {
-        return list ? __ldg(list + list_num - 1 - place) : 4 * place + KIND_WITHOUT_BLOCKS;
+        return FLEX_BLOCKS && list ? __ldg(list + list_num - 1 - max(place, 0)) : 4 * place + KIND_WITHOUT_BLOCKS;
     }
     /* Twice the number of key tiles that add to query tile i before, plus 1 if none adds after. */
     DEVICE u32 share_at(int i) const { return list ? __ldg(ranks + (long long)i * pitch) : 0; }
@@ -56,7 +59,7 @@ struct listed_queries {
      * becomes its key tile. */
     DEVICE void find_list(const params &p, int b_idx, int head, int &kv_tile) {
         list = nullptr;
-        if (!p.flex.walks) return;
+        if (!FLEX_BLOCKS || !p.flex.walks) return;
         const long long mask = (long long)(b_idx % p.flex.mask_b) * p.flex.mask_h + head % p.flex.mask_h;
         const int q_tiles = ceil_div(p.len_q, BLOCK_Q);
         if (p.flex.order) kv_tile = __ldg(p.flex.order + mask * p.num_kv_tiles + kv_tile);
@@ -67,12 +70,30 @@ struct listed_queries {
     }
 };
 
+/* Reads the entries of a list and their shares ahead of the steps: a share lies behind two loads, one after the other.
+ * All members are those of this step, of the next and of the one behind it. A place below 0 stands for any place. */
+struct list_reader {
+    int entry, next_entry, later_entry;
+    u32 share, next_share;
+
+    DEVICE int entry_of(int) const { return entry; }
+
+    template <class tile> DEVICE void begin(const tile &t, int place, int next_place) {
+        entry = t.entry_at(place), next_entry = t.entry_at(next_place), share = t.share_at(query_tile_of(entry));
+    }
+    /* In a step, before it waits. */
+    template <class tile> DEVICE void look_ahead(const tile &t, int later_place) {
+        next_share = t.share_at(query_tile_of(next_entry)), later_entry = t.entry_at(later_place);
+    }
+    /* At the end of a step. */
+    DEVICE void advance() { entry = next_entry, share = next_share, next_entry = later_entry; }
+};
+
 #else
 
 DEVICE int query_tile_of(int place) { return place; }
 struct step_words {
-    static DEVICE void set_entry(int, int) {}
-    static DEVICE void set_share(int, bool, bool) {}
+    template <class tile> static DEVICE void set_step(int, const tile &, int, u32) {}
 };
 struct listed_queries {
     static constexpr int list_num = 0;
@@ -80,6 +101,14 @@ struct listed_queries {
     static DEVICE int entry_at(int place) { return place; }
     static DEVICE u32 share_at(int) { return 0; }
     static DEVICE void find_list(const params &, int, int, int &) {}
+};
+struct list_reader {
+    static constexpr u32 share = 0;
+
+    static DEVICE int entry_of(int place) { return place; }
+    template <class tile> static DEVICE void begin(const tile &, int, int) {}
+    template <class tile> static DEVICE void look_ahead(const tile &, int) {}
+    static DEVICE void advance() {}
 };
 
 #endif

@@ -56,9 +56,10 @@ DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
     }
 }
 
-/* The plain kernels keep weights as floats. At 64 columns and in fp16 all weights are floats, and dV is done before dP
- * takes the registers of P. Else dP runs beside dV, which leaves registers for 48 of 64 floats, or 16 of 32. */
-constexpr int FLOAT_WEIGHTS = FLEX || WEIGHTED || WIDE ? 0 : BLOCK_Q < 128 ? 16 : BF16 ? 48 : S_REGS;
+/* Kernels whose weights are P keep weights as floats. At 64 columns and in fp16 all weights are floats, and dV is done
+ * before dP takes the registers of P. Else dP runs beside dV, which leaves registers for 48 of 64 floats, or 16 of 32.
+ */
+constexpr int FLOAT_WEIGHTS = FLEX_PARTS || WEIGHTED || WIDE ? 0 : BLOCK_Q < 128 ? 16 : BF16 ? 48 : S_REGS;
 constexpr bool DV_FIRST = FLOAT_WEIGHTS == S_REGS;
 
 /* Other weights are kept as 16 bits and a rest, in fewer registers than as floats. The rest is one byte of what
@@ -449,7 +450,7 @@ struct step_mods {
     template <class shared_memory>
     DEVICE step_mods(const params &p, const shared_memory &s, const tile &t, int stage, int head_in_group,
                      bool looks = true)
-        : entry(uniform(s.words.entries[stage])), mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group) {
+        : entry(uniform(s.words.steps[stage]) >> 2), mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group) {
         if (looks) hides = FLEX_HIDDEN ? hidden.load(t, entry) : hidden.find(p, t, mod, entry);
     }
     DEVICE void exponentiate(float (&S)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,

@@ -99,14 +99,14 @@ DEVICE void pass_turn(const u32 (&P)[P_REGS], int wg, shared_memory &s) {
     bar_arrive(BAR_TURN + (wg ^ 1), 256);
 }
 
-/* Whole warpgroup. Hands dQ of query tile i over to the writer warp. `dq_at` is this lane's place in stage 0. */
+/* Whole warpgroup. Hands dQ of query tile i over to the writer warp. `dq_at` is this lane's place in stage 0. `word` is
+ * that of step_words. */
 DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s, const tile &t, u32 dq_at, int wg,
-                         int stage, u32 parity, int i, bool is_last) {
+                         int stage, u32 parity, int i, bool is_last, int word) {
     float4 *pieces = (float4 *)__cvta_shared_to_generic(dq_at + stage * (u32)sizeof s.dq[0]);
     mbarrier_wait(&s.dq_ready[stage], parity);
 #if FLEX
-    const int share = uniform(s.words.shares[stage]);
-    is_last = share & LAST_SHARE;
+    is_last = word & LAST_SHARE;
 #endif
     if (!is_last) {
 #pragma unroll
@@ -115,7 +115,7 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
                 pieces[32 * x] = make_float4(dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]);
     } else {
 #if FLEX
-        const bool adds = !(share & FIRST_SHARE);
+        const bool adds = !(word & FIRST_SHARE);
 #else
         const bool adds = i < t.first_begin;
 #endif
@@ -195,9 +195,23 @@ DEVICE const u32 (&weights_among(const u32 (&P)[P_REGS], const u32 (&W)[N])) [P_
         return P;
 }
 
+/* The parity of the step before. NOTE: the second form makes ptxas keep the parity in a register from step to step.
+ * With mods there is no register left. */
+DEVICE u32 parity_of_last(const ring &r) {
+    if (FLEX) return r.parity ^ r.stage ^ 1;
+    return r.stage ? r.parity : r.parity ^ 1;
+}
+
+/* Returns x, which is computed here and not later. NOTE: with mods ptxas keeps some addresses in local memory. So they
+ * are loaded while a product runs. */
+DEVICE u32 early(u32 x) {
+    int y = (int)x;
+    if (FLEX) pin(y);
+    return (u32)y;
+}
+
 /* This function is one warpgroup. With IS_GROUPED a work tile may have several query heads. */
-template <bool IS_GROUPED>
-DEVICE void consume(const params &p, shared_memory &s, const int wg) {
+template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = KEEPS_ADDRESSES ? kept(threadIdx.x % 32) : threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const bool arrives = arrives_for_warp(lane);
     /* One address serves both ways of reading an operand, because along the row the leading offset is not used. */
@@ -244,17 +258,26 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             mbarrier_wait(&s.k_full, kv_parity);
             pin(dK), pin(dV);
             wgmma_fence();
+            int word = 0; /* of the last step (step_words) */
 #pragma unroll 1
             for (int step = 0; step < num_steps; step++) {
                 const int last = r.stage ^ 1;
-                const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
+                const u32 last_parity = parity_of_last(r);
                 u32 P[P_REGS], W[WEIGHTED ? P_REGS : 1], rest[REST_REGS], dS[P_REGS];
                 float S[S_REGS], dQ[DQ_REGS], dP[S_REGS], lse[STAT_REGS];
 
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
                 load_stats(lse, s.lse[r.stage], lane);
+#if FLEX
+                const int last_word = word, next_word = s.words.steps[r.stage];
+#else
+                const int last_word = 0;
+#endif
                 issue_scores<HEAD_DIM>(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
+#if FLEX
+                word = uniform(next_word);
+#endif
                 /* dK of the last step is there: release Q of the last step */
                 wgmma_wait_group<1>(dK);
                 if (arrives && step > 0) mbarrier_arrive(&s.q_empty[last]);
@@ -264,7 +287,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
                 issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);
 #if FLEX /* a mask is looked at while S is on its way */
-                const int entry = uniform(s.words.entries[r.stage]);
+                const int entry = word >> 2;
                 const int head_in_group = place_of_step<IS_GROUPED>(p, queries.end, step).head_in_group;
                 const mods mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group);
                 hidden_pairs hidden;
@@ -272,12 +295,12 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
 #endif
                 /* S is there: P */
                 wgmma_wait_group<1>(S);
+                if (TAKES_TURNS) bar_sync(BAR_TURN + wg, 256);
 #if FLEX
                 exponentiate_by_mods(S, lse, P, p, t, mod, hidden, hides, query_tile_of(entry));
 #else
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
-                if (TAKES_TURNS) bar_sync(BAR_TURN + wg, 256);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
 #endif
 #pragma unroll
@@ -291,10 +314,11 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 /* wait dO; dQ is there: release dS, hand dQ over */
                 mbarrier_wait(&s.do_full[r.stage], r.parity);
                 wgmma_wait_group<0>(dQ);
-                if (step > 0) {
+                if (early(step) > 0) {
                     if (arrives) mbarrier_arrive(&s.ds_empty[last]);
                     const int last_q_tile = place_of_step<IS_GROUPED>(p, queries.end, step - 1).q_tile;
-                    hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end);
+                    hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, last_q_tile, last_q_tile < last_end,
+                                 last_word);
                 } else {
                     mbarrier_wait(&s.v_full, kv_parity);
                 }
@@ -307,7 +331,8 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                 issue_scores<D_V, STARTS_WITH_D>(dP, v_desc, do_desc_0 + r.stage * Q_STAGE);
                 if (!DV_FIRST) issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
                 __syncwarp();
-                if (arrives && step > 0) mbarrier_arrive(&s.dq_full[last]);
+                if (arrives && early(step) > 0) mbarrier_arrive(&s.dq_full[last]);
+                const u32 ds_place = early(ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
                 /* dP is there: dS */
                 wgmma_wait_group<!DV_FIRST>(dP);
                 const auto weight = [&](int i) { return i < FLOAT_WEIGHTS ? S[i] : weight_of(weights, rest, i); };
@@ -323,7 +348,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
                  * 128 columns the code without the wait was 1 to 2% slower. */
                 if (!TAKES_TURNS || step == 0)
                     mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
-                store_ds(dS, ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
+                store_ds(dS, ds_place);
                 /* dK += dS^T Q; dS to both warpgroups */
                 issue_update(dK, dS, q_desc_0 + r.stage * Q_STAGE);
                 fence_proxy_async();
@@ -342,7 +367,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             /* dQ of the last step. When dS of both warpgroups is there, V has been read, and dV takes the place of V.
              * When dQ of both warpgroups is there, dK takes the place of dS. */
             const int last = r.stage ^ 1;
-            const u32 last_parity = r.stage ? r.parity : r.parity ^ 1;
+            const u32 last_parity = parity_of_last(r);
             float dQ[DQ_REGS];
             wgmma_wait_group<0>(dK);
             if (arrives) mbarrier_arrive(&s.q_empty[last]);
@@ -354,7 +379,7 @@ DEVICE void consume(const params &p, shared_memory &s, const int wg) {
             if (arrives) mbarrier_arrive(&s.ds_empty[last]), mbarrier_arrive(&s.k_empty);
             mbarrier_wait(&s.ds_empty[last], last_parity);
             hand_over_keys(dK, p.scale, s.ds[0], &s.dk_full, key);
-            hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, queries.begin, queries.begin < last_end);
+            hand_over_dq(dQ, p, s, t, dq_at, wg, last, last_parity, queries.begin, queries.begin < last_end, word);
             __syncwarp();
             if (arrives) mbarrier_arrive(&s.dq_full[last]);
 #if FLEX

@@ -22,6 +22,19 @@ constexpr int ROW_BYTES = CHUNK * element::BYTES;                    /* swizzled
 constexpr int CTAS = HEAD_DIM > 128 ? 2 : 1, KEYS = BLOCK_KV / CTAS; /* a tile's keys are shared by a cluster's CTAs */
 constexpr int DO_STAGES = HEAD_DIM > 192 ? 1 : 2;                    /* stages of dO that there is room for */
 
+/* The query tile and the query head of a step, or the place of the query tile in a list. A key tile walks from the last
+ * query tile to the first. At each query tile the key tile walks through the heads of the group. So the key tiles of
+ * one head come to a query tile at the same time. With one head after the other, short causal tiles would wait at the
+ * end of each head until the longest tile had been there. */
+struct step_place {
+    int q_tile, head_in_group;
+};
+template <bool IS_GROUPED = true> DEVICE step_place place_of_step(const params &p, int q_end, int step) {
+    if (!IS_GROUPED) return {q_end - 1 - step, 0};
+    const int before = __umulhi(2 * step, p.heads_inverse); /* step / heads_per_tile */
+    return {q_end - 1 - before, step - before * p.heads_per_tile};
+}
+
 #include "attn_bwd_mods.cuh"
 
 /* The description of a work tile, which all warps of the CTA read. */
@@ -69,19 +82,6 @@ struct ring {
 /* do_stage returns the stage of a step's dO. do_parity returns the parity of this stage's barriers. */
 DEVICE int do_stage(const ring &r) { return DO_STAGES == 1 ? 0 : r.stage; }
 DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity; }
-
-/* The query tile and the query head of a step, or the place of the query tile in a list. A key tile walks from the last
- * query tile to the first. At each query tile the key tile walks through the heads of the group. So the key tiles of
- * one head come to a query tile at the same time. With one head after the other, short causal tiles would wait at the
- * end of each head until the longest tile had been there. */
-struct step_place {
-    int q_tile, head_in_group;
-};
-template <bool IS_GROUPED = true> DEVICE step_place place_of_step(const params &p, int q_end, int step) {
-    if (!IS_GROUPED) return {q_end - 1 - step, 0};
-    const int before = __umulhi(2 * step, p.heads_inverse); /* step / heads_per_tile */
-    return {q_end - 1 - before, step - before * p.heads_per_tile};
-}
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
@@ -286,15 +286,18 @@ DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, ring &r
         cp_async_bulk_prefetch_tensor(&p.v, c * CHUNK, key_row, t.head_kv, t.kv_batch);
     }
     bool is_first = true;
+    list_reader reader;
+    reader.begin(t, t.queries.end - 1, t.queries.end - 2);
 #pragma unroll 1
     for (int place = t.queries.end - 1, g = 0; place >= t.queries.begin; r.next()) {
-        const int entry = t.entry_at(place), i = query_tile_of(entry);
+        const int entry = reader.entry_of(place), i = query_tile_of(entry);
+        reader.look_ahead(t, place - 2);
         const int row = t.q_row_0 + i * BLOCK_Q, head = t.first_head + g;
         const float *stats = p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
         if (LOADS_Q) {
             u64 *full = &s.q_full[r.stage];
             mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
-            s.words.set_entry(r.stage, entry);
+            s.words.set_step(r.stage, t, entry, reader.share);
             mbarrier_arrive_expect_tx(full, Q_BYTES + (WIDE ? 2 : 1) * STAT_BYTES);
             load_queries<CHUNKS>(s.q[r.stage], &p.q, full, row, head, t.q_batch);
             cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
@@ -308,7 +311,10 @@ DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, ring &r
             if (!WIDE) cp_async_bulk_load(s.d[do_stage(r)], stats + BLOCK_Q, STAT_BYTES, full);
         }
         if (!KEYS_FIRST && is_first) load_k(), load_v(), is_first = false;
-        if (++g == p.heads_per_tile) g = 0, place--;
+        if (++g == p.heads_per_tile) {
+            g = 0, place--;
+            reader.advance();
+        }
     }
     kv_parity ^= 1;
 }

@@ -49,18 +49,21 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
     lead_through_tiles(s, [&](const tile &t) {
         const int num_steps = (t.queries.end - t.queries.begin) * p.heads_per_tile;
         int step = skip;
+        const auto place_at = [&](int step) { return place_of_step(p, t.queries.end, step).q_tile; };
+        list_reader reader;
+        if (step < num_steps) reader.begin(t, place_at(step), place_at(step + 2));
 #pragma unroll 1
-        for (; step < num_steps; step += 2) {
+        for (; step < num_steps; step += 2, reader.advance()) {
             const auto [place, head] = place_of_step(p, t.queries.end, step);
-            const int i = query_tile_of(t.entry_at(place));
+            const int i = query_tile_of(reader.entry_of(place));
+            const u32 share = reader.share;
+            reader.look_ahead(t, place_at(step + 4));
             const long long slab = (long long)(t.slab_head + head) * p.num_slabs + t.slab + i;
             u32 *turn = p.turns + slab * 2;
             float *sums = p.dq_sums + slab * SLAB_FLOATS;
-            const u32 share = t.share_at(i);
             /* NOTE: these are begins_sum and ends_sum. Calls of them would reorder the plain kernels' instructions. */
             const bool is_first = t.has_list() ? share / 2 == 0 : i >= t.first_begin;
             const bool is_last = t.has_list() ? share % 2 : i < t.last_end;
-            s.words.set_share(w, is_first, is_last);
             if (!is_ready) mbarrier_arrive_for_others(&s.dq_ready[w]);
             if (p.dq.data && is_last && !is_first && !converts) {
                 wait_turn(turn, turn_of(p, t, share, i));

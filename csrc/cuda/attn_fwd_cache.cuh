@@ -7,6 +7,10 @@
 #include "attn_fwd_params.h"
 #include "packed.cuh"
 
+#ifndef CACHE
+#define CACHE 0 /* of a kernel that reads no KV cache */
+#endif
+
 /* The row of the cache, or of the block table, that a sequence has. All places lie within the tensors, whatever the
  * arrays of the problem hold. */
 DEVICE int cache_row(const params &p, int b_idx) {
@@ -51,7 +55,7 @@ struct cached_keys {
             box = {0, p.cache.page_size};
         else if (p.cache.block_table) {
             const int idx = row / p.cache.page_size;
-            const int page = __ldg(p.cache.block_table + row_of_cache * p.cache.table_stride + idx);
+            const int page = p.cache.block_table[row_of_cache * p.cache.table_stride + idx];
             box = {(int)min((u32)page, (u32)p.cache.num_pages - 1), row - idx * p.cache.page_size};
         }
     }

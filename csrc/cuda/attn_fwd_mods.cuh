@@ -16,7 +16,7 @@ constexpr int ENTRIES_AHEAD = 4; /* of the entry that the producer reads */
 /* ---- lists ------------------------------------------------------------------------------------------------------ */
 
 DEVICE int key_tile_of(int entry) { return entry >> 2; }
-DEVICE block_kind kind_of(int entry) { return (block_kind)(entry & 3); }
+DEVICE block_kind kind_of(int entry) { return FLEX_BLOCKS ? (block_kind)(entry & 3) : KIND_WITHOUT_BLOCKS; }
 /* All pairs of the key tile see each other. */
 DEVICE bool is_full(const params &p, int entry) {
     return !FLEX_SCORE && kind_of(entry) == FULL_BLOCK && (key_tile_of(entry) + 1) * BLOCK_KV <= p.len_kv;
@@ -51,7 +51,7 @@ struct loaded_walk : key_walk {
     DEVICE void read() {
         const int idx = top - next, later = idx + ENTRIES_AHEAD;
         entry = 4 * next + KIND_WITHOUT_BLOCKS;
-        if (!list || !has_next()) return;
+        if (!FLEX_BLOCKS || !list || !has_next()) return;
         cp_async_wait_group<ENTRIES_AHEAD - 1>();
         entry = ring[idx % ENTRIES_AHEAD];
         if (later <= top) cp_async<4>(smem_address(&ring[idx % ENTRIES_AHEAD]), list + later, true);
@@ -70,7 +70,7 @@ struct loaded_walk : key_walk {
 /* Finds query tile number `pos` of a head in the order of flex_walks.cu, and its list. One lane. */
 template <class tile> DEVICE int find_list(const params &p, int b_idx, int head, int pos, int q_tiles, tile &t) {
     t.list = nullptr, t.hidden = nullptr, t.kv_begin = 0;
-    if (!p.flex.walks) {
+    if (!FLEX_BLOCKS || !p.flex.walks) {
         t.kv_end = ceil_div(p.len_kv, BLOCK_KV);
         return q_tiles - 1 - pos;
     }

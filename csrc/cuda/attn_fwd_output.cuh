@@ -11,9 +11,7 @@
 DEVICE void finish_softmax(const online_softmax &softmax, const params &p, float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float sum = softmax.sum[r];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const float sum = sum_of_quad(softmax.sum[r]);
         factor[r] = sum == 0 ? 0 : __fdividef(p.keep_scale, sum);
         lse[r] = sum == 0 ? INF : (softmax.max_log2[r] + __log2f(sum)) * LN_2;
     }

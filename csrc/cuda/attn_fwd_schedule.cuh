@@ -9,9 +9,6 @@
 #ifndef FLEX
 #define FLEX 0 /* of a kernel that does not know a user's functions */
 #endif
-#ifndef CACHE
-#define CACHE 0 /* of a kernel that reads no KV cache */
-#endif
 #if FLEX
 #include "flex.cuh"
 typedef with_mods<fa_attn_fwd_params> params;

@@ -259,14 +259,18 @@ struct consumer : consumer_base {
 #if FLEX
         hidden_pairs hidden;
         const bool hides = find_hidden<true>(hidden, entry);
-        const u64 seen = exponentiate_in_loops(S, softmax, alpha, p, q_head, hidden, hides, first_key + column,
-                                               diagonal, scale_log2);
+        const repeated_scores scores(p, q_head, hidden, hides, first_key + column, diagonal);
+        const u64 seen = exponentiate_in_loops(S, softmax, alpha, scores, scale_log2);
         rescale_o(alpha);
         round_p(S);
+#elif SCORE
+        const repeated_scores scores(p, q_head, t.len_kv, first_key + column, diagonal);
+        const u64 seen = exponentiate_in_loops(S, softmax, alpha, scores, scale_log2);
+        rescale_o(alpha);
+        drop_and_round_p(S, j);
 #else
         const u64 seen = 0;
         int largest[2] = {0, 0};
-        if (SCORE) change_scores(S, p, q_head, first_key + column, diagonal);
         mask_scores(S, p, t.len_kv, first_key + column, diagonal);
         make_infinite(S, scale_log2);
         raise_max(S, softmax, alpha, scale_log2, true);
@@ -291,17 +295,23 @@ struct consumer : consumer_base {
         release_v();
     }
 
+    /* A row that sees no key gets zeros, whatever V holds. NOTE: a tile that did not fail needs this not. Its O is
+     * finite, and the factor of such a row is 0. */
+    DEVICE void end_repeat() {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const bool is_unseen = sum_of_quad(softmax.sum[r]) == 0;
+#pragma unroll
+            for (int i = 0; i < O_REGS; i++)
+                if (row_of(i) == r && is_unseen) O[i] = 0;
+        }
+    }
+
     /* ---- the end of a work tile ---- */
 
     DEVICE void store_o(which_tile which, const tile &t, int block, int first_row) {
         float factor[2], lse[2];
         finish_softmax(softmax, p, factor, lse);
-        /* A row that sees no key gets zeros, whatever V holds. */
-        if (__any_sync(0xffffffffu, lse[0] == INF || lse[1] == INF)) {
-#pragma unroll
-            for (int i = 0; i < O_REGS; i++)
-                if (lse[row_of(i)] == INF) O[i] = 0;
-        }
         if (p.sinks.values.data) add_sinks(p, t, first_row, factor, lse);
         if constexpr (O_BY_TMA)
             store_by_tma(O, factor, p, t, o_smem_of(which, block), first_row);

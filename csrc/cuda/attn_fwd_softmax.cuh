@@ -29,8 +29,19 @@ struct online_softmax {
 /* S becomes the scores of score.cuh, in natural units. first_key and diagonal are those of mask_scores. */
 DEVICE void change_scores(float (&S)[S_REGS], const params &p, const score_head &q_head, int first_key, int diagonal) {
     const score_of<FAST, false, params> score(p);
+    if (p.softcap > 0) {
+        float unused;
 #pragma unroll
-    for (int i = 0; i < S_REGS; i++) S[i] = score(S[i], q_head, diagonal + 8 * row_of(i), first_key + column_of(i));
+        for (int i = 0; i < S_REGS; i++) S[i] = score.capped(S[i], unused);
+    } else {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++) S[i] *= p.score_scale;
+    }
+    if (p.alibi_slopes) {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++)
+            S[i] = score.biased(S[i], q_head, diagonal + 8 * row_of(i), first_key + column_of(i));
+    }
 }
 
 /* Keys that a row does not see get -inf. first_key is the key of this thread's first column. diagonal is this
@@ -78,11 +89,14 @@ struct hidden_pairs {
     /* Says whether there may be such a pair in key tile j. No entry of a list with bits is full if it reaches beyond
      * the end (flex_walks.cu). */
     DEVICE bool load(const listed_tile &t, block_kind kind, int j, int row_block) {
-        if (kind == FULL_BLOCK) return false;
-        const u32 *from = t.hidden + (long long)j * (HIDDEN_WORDS * HIDDEN_PITCH) + 128 * row_block + threadIdx.x % 128;
+        const bool hides = kind != FULL_BLOCK;
+        if (hides) {
+            const u32 *from =
+                t.hidden + (long long)j * (HIDDEN_WORDS * HIDDEN_PITCH) + 128 * row_block + threadIdx.x % 128;
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
-        return true;
+            for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
+        }
+        return hides;
     }
 
     /* Says whether there may be such a pair. `kind` is that of the key tile, and key and row are those of
@@ -118,10 +132,15 @@ struct hidden_pairs {
                     }
         }
         if (reaches_end) {
-#pragma unroll IN_LOOPS ? 1 : S_REGS
-            for (int i = 0; i < S_REGS; i++) words[i / 32] |= (u32)(column_of(i) >= p.len_kv - key) << i % 32;
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) words[w] |= columns_from(p.len_kv - key - 64 * w);
         }
         return true;
+    }
+    /* Bit i says that column_of(i) is not below `column`, for the first 32 registers. */
+    DEVICE static u32 columns_from(int column) {
+        const int even = clamp((column + 7) / 8, 0, 8), odd = clamp((column + 6) / 8, 0, 8); /* groups of 8 before */
+        return (even < 8 ? 0x55555555u << 4 * even : 0) | (odd < 8 ? 0xaaaaaaaau << 4 * odd : 0);
     }
     DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
     DEVICE void hide(float (&S)[S_REGS]) const {
@@ -158,6 +177,12 @@ DEVICE bool overflows(const float (&S)[S_REGS], const online_softmax &softmax, f
 DEVICE float max_of_quad(float x) {
     x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
     return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+/* The sum over the four lanes that hold a row. */
+DEVICE float sum_of_quad(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
 #if FLEX_MAX
@@ -246,18 +271,54 @@ DEVICE void exponentiate_exactly(float (&S)[S_REGS], const online_softmax &softm
     }
 }
 
+#if FLEX || SCORE
+/* The scores of a step of a work tile that is repeated: scores(x, i) is that of register i of S, whose product is x.
+ * Hidden pairs have -inf. key and row are those of score_by_mod, and diagonal is that of mask_scores. */
 #if FLEX
-/* S becomes P in a step of a work tile that is repeated: by score_by_mod, hide, make_infinite, raise_max,
- * exponentiate_exactly and sum_rows. key and row are those of score_by_mod. Returns a bit for each register of S, that
- * says whether its pair counts. Those of score -inf do not.
+struct repeated_scores {
+    const mod_functions mod;
+    const hidden_pairs &hidden;
+    float scale;
+    int key, row;
+    bool hides;
+    DEVICE repeated_scores(const params &p, const score_head &q_head, const hidden_pairs &hidden, bool hides, int key,
+                           int row)
+        : mod(p.values, q_head.b_idx, q_head.head, 0), hidden(hidden), scale(p.score_scale), key(key), row(row),
+          hides(hides) {}
+    DEVICE float operator()(float x, int i) const {
+        if (FLEX_SCORE) x = mod.score(__fmul_rn(x, scale), row + 8 * row_of(i), key + column_of(i));
+        return hides && hidden.has(i) ? -INF : x;
+    }
+};
+#else
+struct repeated_scores {
+    const score_of<FAST, false, params> score;
+    const score_head &q_head;
+    int key, diagonal, begin[2], end[2];
+    DEVICE repeated_scores(const params &p, const score_head &q_head, int len_kv, int key, int diagonal)
+        : score(p), q_head(q_head), key(key), diagonal(diagonal) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const tile_walk keys = keys_of(p, diagonal + 8 * r, diagonal + 8 * r, len_kv);
+            begin[r] = keys.begin, end[r] = keys.end;
+        }
+    }
+    DEVICE float operator()(float x, int i) const {
+        const int r = row_of(i), j = key + column_of(i);
+        if (j >= (r ? end[1] : end[0]) || (LOCAL && j < (r ? begin[1] : begin[0]))) return -INF;
+        return score(x, q_head, diagonal + 8 * r, j);
+    }
+};
+#endif
+
+/* S becomes P in a step of a work tile that is repeated: scores, make_infinite, raise_max, exponentiate_exactly and
+ * sum_rows. Returns a bit for each register of S, that says whether its pair counts. Those of score -inf do not.
  *
  * NOTE: repetitions are rare, so their text is to be short: NVRTC took a quarter of its time for a repetition with
  * unrolled loops. S goes through local memory instead. The local array must have another type than S. Otherwise NVRTC
  * makes one array of both, S is not in registers, and ptxas runs products one by one (C7514). Whole warp. */
-DEVICE u64 exponentiate_in_loops(float (&S)[S_REGS], online_softmax &softmax, float (&alpha)[2], const params &p,
-                                 const score_head &q_head, const hidden_pairs &hidden, bool hides, int key, int row,
-                                 float scale_log2) {
-    const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
+DEVICE u64 exponentiate_in_loops(float (&S)[S_REGS], online_softmax &softmax, float (&alpha)[2],
+                                 const repeated_scores &scores, float scale_log2) {
     u32 bits[S_REGS];
     float largest[2] = {-INF, -INF}, m[2], sum[2] = {0, 0};
     u64 seen = 0;
@@ -265,9 +326,7 @@ DEVICE u64 exponentiate_in_loops(float (&S)[S_REGS], online_softmax &softmax, fl
     for (int i = 0; i < S_REGS; i++) bits[i] = __float_as_uint(S[i]);
 #pragma unroll 1
     for (int i = 0; i < S_REGS; i++) {
-        float x = __uint_as_float(bits[i]);
-        if (FLEX_SCORE) x = mod.score(__fmul_rn(x, p.score_scale), row + 8 * row_of(i), key + column_of(i));
-        if (hides && hidden.has(i)) x = -INF;
+        float x = scores(__uint_as_float(bits[i]), i);
         if (fabsf(x * scale_log2) == INF) x *= INF;
         bits[i] = __float_as_uint(x);
         seen |= (u64)(x != -INF) << i;

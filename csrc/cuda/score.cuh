@@ -81,7 +81,11 @@ template <score_precision PRECISION, bool HAS_DERIVATIVE, class params> struct s
 
     /* Returns the score of key j and the query at `diagonal`, and the derivative of the score by scale x. */
     DEVICE float operator()(float x, const score_head &at, int diagonal, int j, float &derivative) const {
-        const float y = capped(x, derivative);
+        return biased(capped(x, derivative), at, diagonal, j);
+    }
+
+    /* Returns a score with ALiBi's bias. */
+    DEVICE float biased(float y, const score_head &at, int diagonal, int j) const {
         if (PRECISION == EXACT) return at.slope == 0 ? y : y - at.slope * (float)abs(diagonal - j);
         return y - at.slope * fabsf((float)(diagonal - j));
     }

@@ -109,7 +109,8 @@ static interval gather(const fa_flex_bound *bound, const fa_flex_tables *tables,
         at[dim] = from[dim];
         volume = volume > MOST_SCANNED ? volume : volume * least(to[dim] - from[dim] + 1, MOST_SCANNED + 1);
     }
-    if (tables->pieces[x->source]) return of_pieces(bound, tables->pieces[x->source], x->source, from[0], to[0]);
+    if (tables && tables->pieces[x->source])
+        return of_pieces(bound, tables->pieces[x->source], x->source, from[0], to[0]);
     if (volume > MOST_SCANNED) return anything(x->result);
     interval all = {0};
     for (bool is_first = true;; is_first = false) {

@@ -28,10 +28,13 @@ typedef struct {
 
 typedef struct fa_flex_intervals fa_flex_intervals;
 
-/* One thread uses an object. `bound` and `tables` must outlive it. NULL: no memory. */
+/* Bounds of pieces of long captures, for ranges of many indices. NULL: no memory. */
 typedef struct fa_flex_tables fa_flex_tables;
-fa_flex_tables *fa_flex_tables_new(const fa_flex_bound *bound); /* bounds of pieces of long captures */
+fa_flex_tables *fa_flex_tables_new(const fa_flex_bound *bound);
 void fa_flex_tables_free(fa_flex_tables *tables);
+
+/* One thread uses an object. `bound` and `tables` must outlive it. With tables NULL bounds of more than a thousand
+ * elements are those of the dtype. Returns NULL without memory. */
 fa_flex_intervals *fa_flex_intervals_new(const fa_flex_bound *bound, const fa_flex_tables *tables);
 void fa_flex_intervals_free(fa_flex_intervals *v);
 

@@ -639,7 +639,7 @@ static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t
 }
 
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
-                         bool is_wide, bool has_hidden, bool has_max, char **out, fa_error *err) {
+                         bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **out, fa_error *err) {
     const size_t words = fa_flex_values_bytes(score, mask, derivative) / sizeof(int64_t);
     const int32_t of_score = program_words(score), of_mask = program_words(mask);
     fa_flex_trait *traits = derivative ? fa_flex_traits(derivative) : NULL;
@@ -650,9 +650,9 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     put(&t,
         "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n"
         "#define FLEX_FACTOR     %d\n#define FLEX_PARTS      %d\n#define FLEX_HIDDEN     %d\n"
-        "#define FLEX_MAX        %d\n\n",
+        "#define FLEX_MAX        %d\n#define FLEX_BLOCKS     %d\n\n",
         score != NULL, mask != NULL, derivative != NULL, derivative && has_factor(derivative, traits),
-        num_parts(derivative), has_hidden, has_max);
+        num_parts(derivative), has_hidden, has_max, !no_blocks);
     put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
     fa_status status = put_program(&t, score, SCORE, 0, is_wide, NULL, err);
     if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, is_wide, NULL, err);

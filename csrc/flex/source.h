@@ -7,6 +7,7 @@
  *   FLEX_PARTS                                macro: the number of scatters of the derivative
  *   FLEX_HIDDEN                               macro: has_hidden; other kernels have looked at the mask before
  *   FLEX_MAX                                  macro: has_max; the kernel stores the largest score of each row
+ *   FLEX_BLOCKS                               macro: 0 if no_blocks; Hopper's kernel then knows no block mask
  *   FLEX_SUMS                                 macro: the number of members of flex_sums
  *
  *   struct flex_values { long long words[...]; };    captures and parameters; a kernel parameter of plain words
@@ -48,7 +49,7 @@
 /* A program that does not exist is NULL. The same programs give the same text. *text ends with 0 and belongs to the
  * caller, who calls free(). After a failure *text is NULL. FA_EINVAL: a program reads what its function has not. */
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
-                         bool is_wide, bool has_hidden, bool has_max, char **text, fa_error *err);
+                         bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **text, fa_error *err);
 
 /* sizeof(flex_values) in the text: at least 8. */
 size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,

@@ -60,15 +60,22 @@ fa_mods fa_mods_of(const fa_problem *p, const fa_plan *plan) {
     const fa_flex_bound *mask = has_hidden ? NULL : flex->mask;
     const fa_flex_bound *bounds[] = {flex->score, mask, p->pass == FA_BWD ? flex->derivative : NULL};
     const int64_t heads = p->b > p->h ? p->b : p->h, rows = p->len_q > p->len_kv ? p->len_q : p->len_kv;
-    fa_mods mods = {program_of(bounds[0]), program_of(bounds[1]), program_of(bounds[2]), false, has_hidden, has_max};
+    fa_mods mods = {.score = program_of(bounds[0]),
+                    .mask = program_of(bounds[1]),
+                    .derivative = program_of(bounds[2]),
+                    .has_hidden = has_hidden,
+                    .has_max = has_max};
     const int64_t most = flex->q_offset ? INT32_MAX : (heads > rows ? heads : rows) + LARGEST_TILE;
     for (int i = 0; i < 3; i++) mods.is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], most);
+    /* Hopper's kernels have a shorter text without a block mask. Without a function, one kernel serves both. */
+    const bool has_functions = bounds[0] || bounds[1] || bounds[2];
+    mods.no_blocks = has_functions && flex->block_q == 0 && plan && fa_families[plan->gpu.family].arch == 90;
     return mods;
 }
 
 uint64_t fa_mods_hash(const fa_mods *mods) {
     const fa_flex_program *programs[] = {mods->score, mods->mask, mods->derivative};
-    uint64_t hashes[4] = {0, 0, 0, mods->is_wide + 2 * mods->has_hidden + 4 * mods->has_max};
+    uint64_t hashes[4] = {0, 0, 0, mods->is_wide + 2 * mods->has_hidden + 4 * mods->has_max + 8 * mods->no_blocks};
     bool has_mods = mods->has_hidden || mods->has_max;
     for (int i = 0; i < 3; i++)
         if (programs[i]) hashes[i] = programs[i]->hash, has_mods = true;

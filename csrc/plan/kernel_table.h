@@ -150,7 +150,7 @@ enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 /* The programs of a kernel (flex/program.h). NULL: there is no such function. */
 typedef struct {
     const fa_flex_program *score, *mask, *derivative;
-    bool is_wide, has_hidden, has_max; /* of their text (flex/source.h) */
+    bool is_wide, has_hidden, has_max, no_blocks; /* of their text (flex/source.h) */
 } fa_mods;
 #define FA_MODS_FILE "flex_mods.cuh"
 

@@ -12,6 +12,7 @@
 
 #include <string.h>
 
+#include "check.h"
 #include "dlpack.h"
 #include "execute.h"
 #include "failures.h"
@@ -138,6 +139,19 @@ static bool is_watched(void) {
     return !level || PyLong_AsLong(level) >= 0;
 }
 
+/* Does autocast cast tensors of this device? */
+static bool is_autocast_enabled(int32_t device_type) {
+    if (fa_torch.is_autocast_enabled) return fa_torch.is_autocast_enabled((int8_t)device_type);
+    return is_true(PyObject_CallFunction(autocast_is_enabled, "s", device_type == fa_torch.cuda ? "cuda" : "cpu"));
+}
+
+bool fa_is_unseen(void) {
+    const bool is_unseen =
+        is_possible() && !is_watched() && !is_autocast_enabled(fa_torch.cpu) && !is_autocast_enabled(fa_torch.cuda);
+    PyErr_Clear();
+    return is_unseen;
+}
+
 /* ---- arguments --------------------------------------------------------------------------------------------------- */
 
 static int32_t dtype_of(const fa_dl_tensor *t) {
@@ -218,6 +232,7 @@ static bool read_arguments(const fa_signature *signature, PyObject *args, Py_ssi
         if (place == &call->out && signature->pass == FA_FWD) continue;
         if (at == num) return false;
         PyObject *object = PyTuple_GetItem(args, at++);
+        if (object == Py_None && (place == &call->k || place == &call->v)) continue; /* split_parts asks for it */
         if (s->is_optional && object == Py_None) {
             if (s->kind == FA_SLOT_FLOAT) call->default_scale = true;
             continue;
@@ -252,6 +267,43 @@ static bool read_arguments(const fa_signature *signature, PyObject *args, Py_ssi
     return at == num;
 }
 
+enum { MAX_NDIM = 4 };
+
+/* The sizes and strides of q, k or v in a tensor that packs them. */
+typedef struct {
+    int64_t size[MAX_NDIM], stride[MAX_NDIM];
+} part_layout;
+
+/* Makes k and v, and perhaps q, of the one tensor that packs them: q is [.., 3, h, d] and k and v are absent, or k is
+ * [.., 2, h_kv, d] and v is absent. No views are made, which would take torch 2 us. Returns whether q, k and v are
+ * there now. */
+static bool split_parts(fa_call *call, part_layout *layout) {
+    fa_tensor *const parts[] = {&call->q, &call->k, &call->v};
+    const int first = present(&call->k) ? 1 : 0;
+    const fa_tensor whole = *parts[first];
+    const int64_t dim = call->layout == FA_OP_VARLEN ? 1 : 2;
+    fa_error unused;
+    if (present(&call->v)) return present(&call->k);
+    if (call->pass != FA_FWD || (call->layout != FA_OP_VARLEN && call->layout != FA_OP_DENSE)) return false;
+    if (whole.ndim != dim + 3 || whole.size[dim] != 3 - first) return false;
+    if (check_memory(&whole, &unused) != FA_OK)
+        return false; /* otherwise the checks of the parts see the same storage */
+    for (int64_t i = 0; i < dim + 2; i++) {
+        layout->size[i] = whole.size[i < dim ? i : i + 1];
+        layout->stride[i] = whole.stride[i < dim ? i : i + 1];
+    }
+    const int64_t step = whole.stride[dim] * bytes_of_dtype(whole.dtype);
+    for (int i = first; i < 3; i++) {
+        const char *name = parts[i]->name;
+        *parts[i] = whole;
+        parts[i]->name = name;
+        if (whole.data) parts[i]->data = (char *)whole.data + (i - first) * step;
+        parts[i]->ndim = whole.ndim - 1;
+        parts[i]->size = layout->size, parts[i]->stride = layout->stride;
+    }
+    return true;
+}
+
 static bool requires_grad(const fa_tensor *t) {
     if (!t->handle) return false;
     if (fa_torch.knows_tensors) return fa_torch_requires_grad(t->handle);
@@ -274,8 +326,6 @@ static bool drops_gradients(const fa_call *call) {
 }
 
 /* ---- results ----------------------------------------------------------------------------------------------------- */
-
-enum { MAX_NDIM = 4 };
 
 /* Returns (sizes, strides, dtype) of a contiguous tensor, as Python's functions take them. The last tuple is kept. The
  * reference is borrowed. NULL: there is an exception. */
@@ -353,10 +403,8 @@ static bool wants_dropout(const fa_call *call) {
 static bool is_cast(const fa_signature *signature, const fa_call *call) {
     const int32_t device_type = call->q.device_type;
     if (signature->pass == FA_BWD || call->layout == FA_OP_3) return false;
-    if (fa_torch.is_autocast_enabled && fa_torch.autocast_dtype)
-        return fa_torch.is_autocast_enabled((int8_t)device_type) &&
-               fa_torch.autocast_dtype((int8_t)device_type) != call->q.dtype;
-    return is_true(PyObject_CallFunction(autocast_is_enabled, "s", device_type == fa_torch.cuda ? "cuda" : "cpu"));
+    return is_autocast_enabled(device_type) &&
+           !(fa_torch.autocast_dtype && fa_torch.autocast_dtype((int8_t)device_type) == call->q.dtype);
 }
 
 PyObject *fa_call_directly(fa_direct_function *f, PyObject *args) { return fa_call_directly_with(f, args, 0, NULL); }
@@ -365,6 +413,7 @@ PyObject *fa_call_directly_with(fa_direct_function *f, PyObject *args, int num_f
     if (!f->signature) f->signature = fa_find_op(f->op);
     const fa_signature *signature = f->signature;
     fa_call call;
+    part_layout layout;
     fa_outputs outputs = {.num = 0};
     fa_error err = {""};
     fa_status status = FA_OK;
@@ -377,11 +426,13 @@ PyObject *fa_call_directly_with(fa_direct_function *f, PyObject *args, int num_f
     call.only_out = f->only_out;
     call.num_results = 0; /* only the results that are read */
     if (is_watched() || !read_arguments(signature, args, num, &call, &length)) goto refuse;
+    const bool is_packed = !present(&call.v);
+    if (!split_parts(&call, &layout)) goto refuse;
     PyObject *key = kernel_key(f, call.q.device_type == fa_torch.cuda);
     if (!key || is_overridden(key) || wants_dropout(&call) || is_cast(signature, &call)) goto refuse;
     const bool drops_all = f->gradients == FA_GRADIENTS_OF_THE_OP;
     if (f->gradients != FA_GRADIENTS_IGNORED && (wants_gradients(&call) || (drops_all && drops_gradients(&call)))) {
-        if (drops_all || PyErr_Occurred()) goto refuse;
+        if (drops_all || is_packed || PyErr_Occurred()) goto refuse; /* the gradient of a tensor comes in one piece */
         call.only_out = false;
     }
     out = bring_out(&call.q, &call);

@@ -28,6 +28,9 @@ typedef struct {
 /* Executes an unpacked call with further arguments, as fa_execute does. The interpreter's lock is held. */
 typedef fa_status fa_direct_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err);
 
+/* Does nothing watch ops, and does autocast cast no tensor? A call may then go without torch's dispatcher. */
+bool fa_is_unseen(void);
+
 #define FA_MOST_FURTHER 11
 
 /* Returns the results of a call, or None if the op must be called. NULL: there is an exception. The last num_further

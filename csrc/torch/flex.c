@@ -65,7 +65,7 @@ static PyObject *flex_check(PyObject *self, PyObject *text) {
 static fa_status read_plane(PyObject *object, const char *name, fa_flex_type type, fa_flex_tensor *to, fa_error *err) {
     TRY(fa_flex_read_tensor(object, name, to, err));
     REQUIRE(present(&to->t) && to->t.device_type == fa_torch.cpu &&
-                fa_flex_has_dtype(object, fa_flex_result_names[type]),
+                fa_flex_has_dtype(object, &to->t, fa_flex_result_names[type]),
             "%s must be a CPU tensor of dtype %s", name, fa_flex_result_names[type]);
     TRY(check_rank(&to->t, 4, "(b, h, len_q, len_kv)", err));
     REQUIRE(contiguous(&to->t), "out and scores must be contiguous and have the same shape");
@@ -251,7 +251,7 @@ static PyObject *flex_source(PyObject *self, PyObject *args) {
         for (int i = 0; i < 3; i++) is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], 0);
         const size_t bytes = fa_flex_values_bytes(p[0], p[1], p[2]);
         fa_status status = v[2] ? fa_flex_read_gradients(v[2], tensors, gradients, &err) : FA_OK;
-        if (status == FA_OK) status = fa_flex_source(p[0], p[1], p[2], is_wide, false, false, &text, &err);
+        if (status == FA_OK) status = fa_flex_source(p[0], p[1], p[2], is_wide, false, false, false, &text, &err);
         values = malloc(bytes);
         if (status == FA_OK && !values) status = fa_fail(&err, FA_ENOMEM, "no memory for the values of a program");
         if (status == FA_OK) {

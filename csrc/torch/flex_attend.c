@@ -7,6 +7,7 @@
 #include "args.h"
 #include "check.h"
 #include "cpu/max_logits.h"
+#include "direct.h"
 #include "execute.h"
 #include "failures.h"
 #include "flex/flex.h"
@@ -539,7 +540,8 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     if (!PyArg_UnpackTuple(args, "flex_direct", 12, 12, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
                            &c.mask, &c.block_mask, &c.sequences, &wants_lse, &wants_max))
         return NULL;
-    if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_plain(c.q) || !fa_is_plain(c.k) || !fa_is_plain(c.v))
+    if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_unseen() || !fa_is_plain(c.q) || !fa_is_plain(c.k) ||
+        !fa_is_plain(c.v))
         Py_RETURN_NONE;
     c.wants_lse = wants_lse == Py_True;
     c.wants_max = wants_max == Py_True;

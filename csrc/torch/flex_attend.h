@@ -29,8 +29,8 @@ PyObject *fa_flex_forward(PyObject *self, PyObject *args);
 
 /* Makes the results, too. It takes a BlockMask in place of blocks, which must have the lengths of the call. plain is
  * None with mods; else the block mask is checked and left out, because its mask_mod is the window. Returns (out, lse
- * or None, max_scores or None, blocks or None). None: something does not fit, and nothing has happened. The caller
- * goes the long way then, which says what it was. */
+ * or None, max_scores or None, blocks or None). None: something does not fit or watches ops, and nothing has happened.
+ * The caller goes the long way then, which says what it was. */
 PyObject *fa_flex_direct(PyObject *self, PyObject *args);
 PyObject *fa_flex_backward(PyObject *self, PyObject *args);
 

@@ -51,25 +51,34 @@ fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor
 
 /* ---- programs ---------------------------------------------------------------------------------------------------- */
 
-/* torch's dtype of a name, which is looked up once for each of the few names. The reference is borrowed. */
-static PyObject *dtype_object(const char *dtype) {
+/* What is known of torch's dtype of a name. */
+typedef struct {
+    const char *name; /* a literal of the tables above */
+    PyObject *object;
+    int32_t code; /* in the C shim; INT32_MIN until the first tensor of the dtype came */
+} known_dtype;
+
+/* Looks a dtype up once for each of the few names. NULL: there is none. */
+static known_dtype *dtype_of(const char *name) {
     enum { MOST = FA_FLEX_NUM_DTYPES + FA_FLEX_NUM_TYPES };
-    static struct {
-        const char *name; /* a literal of the tables above */
-        PyObject *object;
-    } known[MOST];
+    static known_dtype known[MOST];
     int i = 0;
-    while (i < MOST && known[i].name && known[i].name != dtype) i++;
+    while (i < MOST && known[i].name && known[i].name != name) i++;
     if (i == MOST) return NULL;
-    if (!known[i].name && (known[i].object = PyObject_GetAttrString(fa_torch_module, dtype))) known[i].name = dtype;
-    return known[i].object;
+    if (known[i].name) return &known[i];
+    PyObject *object = PyObject_GetAttrString(fa_torch_module, name);
+    if (object) known[i] = (known_dtype){name, object, INT32_MIN};
+    return object ? &known[i] : NULL;
 }
 
-bool fa_flex_has_dtype(PyObject *tensor, const char *dtype) {
+bool fa_flex_has_dtype(PyObject *tensor, const fa_tensor *t, const char *dtype) {
     static PyObject *name;
+    known_dtype *wanted = dtype_of(dtype);
+    if (wanted && wanted->code == t->dtype) return true;
     if (!name) name = PyUnicode_InternFromString("dtype");
     PyObject *has = name ? PyObject_GetAttr(tensor, name) : NULL;
-    const bool fits = has && has == dtype_object(dtype);
+    const bool fits = has && wanted && has == wanted->object;
+    if (fits) wanted->code = t->dtype;
     Py_XDECREF(has);
     PyErr_Clear();
     return fits;
@@ -100,7 +109,8 @@ static fa_status read_capture(fa_flex_values *v, PyObject *object, int i, fa_err
     fa_flex_capture *c = &v->captures[i];
     const char *dtype = fa_flex_dtype_names[v->program.captures[i].dtype];
     TRY(fa_flex_read_tensor(object, "a capture", &tensor, err));
-    REQUIRE(present(&tensor.t) && fa_flex_has_dtype(object, dtype), "a capture must be a tensor of dtype %s", dtype);
+    REQUIRE(present(&tensor.t) && fa_flex_has_dtype(object, &tensor.t, dtype), "a capture must be a tensor of dtype %s",
+            dtype);
     REQUIRE(fit_rank(&tensor.t, v->program.captures[i].rank, c->size, c->stride),
             "a capture must have %d dimensions, besides those of size 1; it has %" PRId64, v->program.captures[i].rank,
             tensor.t.ndim);
@@ -121,9 +131,42 @@ static bool bind_param(fa_flex_values *v, PyObject *number, int i) {
     return !PyErr_Occurred();
 }
 
-void fa_flex_unbind(fa_flex_values *values) {
-    if (values) fa_flex_free(&values->program);
+/* Decoding a text takes longer than reading its values, and the next call mostly has the same text. So the last values
+ * are kept with their program. The interpreter's lock guards them. */
+enum { KEPT = 8 };
+static fa_flex_values *kept_values[KEPT];
+
+static void drop(fa_flex_values *values) {
+    if (!values) return;
+    fa_flex_free(&values->program);
+    Py_DECREF(values->text);
     free(values);
+}
+
+void fa_flex_unbind(fa_flex_values *values) {
+    static unsigned place;
+    if (!values) return;
+    fa_flex_values **kept = &kept_values[place++ % KEPT], *before = *kept;
+    *kept = values;
+    drop(before);
+}
+
+/* Takes the kept values of a text, or decodes the text. */
+static fa_status take_values(PyObject *text, fa_flex_values **values, fa_error *err) {
+    for (int i = 0; i < KEPT; i++)
+        if (kept_values[i] && kept_values[i]->text == text) {
+            *values = kept_values[i];
+            kept_values[i] = NULL;
+            return FA_OK;
+        }
+    fa_flex_values *v = malloc(sizeof *v); /* 26 KB, of which a program fills little */
+    if (!v) return fa_fail(err, FA_ENOMEM, "no memory for the values of a program");
+    const fa_status status = fa_flex_decode(PyBytes_AsString(text), (size_t)PyBytes_Size(text), &v->program, err);
+    if (status != FA_OK) return free(v), status;
+    Py_INCREF(text);
+    v->text = text;
+    *values = v;
+    return FA_OK;
 }
 
 fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *numbers, int32_t device_type,
@@ -133,11 +176,10 @@ fa_flex_values *fa_flex_bind(PyObject *text, PyObject *tensors, PyObject *number
         PyErr_SetString(PyExc_TypeError, "a program is bytes, with a tuple of tensors and a tuple of numbers");
         return NULL;
     }
-    fa_flex_values *v = malloc(sizeof *v); /* 26 KB, of which a program fills little */
-    if (!v) return (fa_flex_values *)(void *)PyErr_NoMemory();
-    fa_status status = fa_flex_decode(PyBytes_AsString(text), (size_t)PyBytes_Size(text), &v->program, &err);
-    if (status == FA_OK &&
-        (PyTuple_Size(tensors) != v->program.num_captures || PyTuple_Size(numbers) != v->program.num_params))
+    fa_flex_values *v = NULL;
+    fa_status status = take_values(text, &v, &err);
+    if (status != FA_OK) return fa_raise(status, &err), NULL;
+    if (PyTuple_Size(tensors) != v->program.num_captures || PyTuple_Size(numbers) != v->program.num_params)
         status = fa_fail(&err, FA_EINVAL, "the program needs %d tensors and %d numbers; it got %d and %d",
                          v->program.num_captures, v->program.num_params, (int)PyTuple_Size(tensors),
                          (int)PyTuple_Size(numbers));
@@ -164,7 +206,8 @@ static fa_status read_gradient(const fa_flex_values *v, PyObject *object, int i,
     REQUIRE(tensor.t.ndim == v->ndim[i] && fit_rank(&tensor.t, rank, size, stride) &&
                 memcmp(size, v->captures[i].size, (size_t)rank * sizeof *size) == 0,
             "a gradient must have the shape of its capture");
-    REQUIRE(type >= FA_FLEX_F32 && fa_flex_has_dtype(object, fa_flex_result_names[type]) && contiguous(&tensor.t),
+    REQUIRE(type >= FA_FLEX_F32 && fa_flex_has_dtype(object, &tensor.t, fa_flex_result_names[type]) &&
+                contiguous(&tensor.t),
             "the gradient of a capture must be contiguous and of dtype %s", fa_flex_result_names[type]);
     *data = is_empty(&tensor.t) ? NULL : tensor.t.data;
     return FA_OK;

@@ -15,8 +15,8 @@ typedef struct {
 /* Reads a torch.Tensor; None leaves it absent. Its storage must hold all its elements. */
 fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor *to, fa_error *err);
 
-/* Is the dtype of a tensor torch's dtype of this name? */
-bool fa_flex_has_dtype(PyObject *tensor, const char *dtype);
+/* Is the dtype of a tensor, which was read to t, torch's dtype of this name? */
+bool fa_flex_has_dtype(PyObject *tensor, const fa_tensor *t, const char *dtype);
 
 /* torch's names of dtypes, and of the types of results. */
 extern const char *const fa_flex_dtype_names[FA_FLEX_NUM_DTYPES], *const fa_flex_result_names[FA_FLEX_NUM_TYPES];
@@ -28,6 +28,7 @@ typedef struct {
     uint8_t ndim[FA_FLEX_MAX_CAPTURES]; /* dimensions of the tensors, with those of size 1 that captures lack */
     fa_flex_number params[FA_FLEX_MAX_PARAMS];
     fa_flex_bound bound;
+    PyObject *text;                  /* owned: the program's bytes */
     int32_t device_type, device_idx; /* of the captures */
 } fa_flex_values;
 

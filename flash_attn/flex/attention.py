@@ -12,7 +12,7 @@ from typing import Any, Optional, Union
 import flash_attn_2_cuda
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn.attention import flex_attention as upstream
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as torchs_flex_attention
@@ -26,7 +26,7 @@ from .._types import MaskMod, ScoreMod
 from . import ahead, calls
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
-from .patterns import softcap_of, window_of
+from .patterns import bounds_of, softcap_of, window_of
 from .sequences import key_length, narrowed, rows_of_mask, sequences_of, shift_of
 from .tracer import known_program_of
 
@@ -403,11 +403,7 @@ def flex_attention(
         or (return_lse and return_aux is not None)
         or (block_mask is not None and mask_mod is not None)
         or not q_offset is kv_len is block_table is None
-        or torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._are_functorch_transforms_active()
-        or ops.is_watched()
+        or is_compiling()
     ):
         found = _directly(
             query,
@@ -422,7 +418,9 @@ def flex_attention(
             return_aux is not None and return_aux.max_scores,
         )
         if found is not None:
-            return _results(*found, return_lse, return_aux)
+            if return_aux is None and not return_lse:
+                return found[0]
+            return _results(*found[:3], return_lse, return_aux)
     if is_for_torch:
         if q_offset is not None or kv_len is not None or block_table is not None:
             raise ValueError("PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len and block_table")
@@ -477,7 +475,7 @@ def flex_attention(
     if not wants_max and not (wants_lse and is_recorded):  # a gradient of lse needs a kernel with mods
         rows_fit = q_offset is None or sequences.blocks_have_offset
         if block_mask is None or (mask and rows_fit and is_own(block_mask, mask)):
-            plain = plain_of(score, mask, shift_of(query.size(-2), len_kv, q_offset, kv_len))
+            plain = plain_of(score, mask, lambda: shift_of(query.size(-2), len_kv, q_offset, kv_len))
     if plain is not None:
         call, score = Call(scale, None, None, None, False, plain, sequences), None
     else:
@@ -519,23 +517,32 @@ def _number_of(scale):
     return float(as_number(scale, "scale"))
 
 
-def plain_of(score, mask, shift):
-    """``(window_left, window_right, softcap)`` of a call that the plain kernels compute, or None."""
+def plain_of(score, mask, find_shift):
+    """``(window_left, window_right, softcap)`` of a call that the plain kernels compute, or None.
+
+    ``find_shift()`` is asked only where the mask is a window. A program keeps what was found for its last numbers.
+    """
     softcap, window = 0.0, (-1, -1)
     if score is not None:
-        softcap = _kept(score[0], score[2], None, softcap_of)
+        program, _, numbers = score
+        kept = program.pattern
+        if kept is None or kept[0] != numbers:
+            kept = program.pattern = numbers, softcap_of(program, numbers)
+        softcap = kept[1]
+        if softcap is None:
+            return None
     if mask is not None:
-        window = None if shift is None else _kept(mask[0], mask[2], shift, window_of)
-    return None if softcap is None or window is None else (*window, softcap)
-
-
-def _kept(program, numbers, shift, pattern):
-    """What a pattern finds for these numbers, which the program keeps for the last ones."""
-    asked, kept = (numbers, shift), program.pattern
-    if kept is None or kept[0] != asked:
-        found = pattern(program, numbers) if shift is None else pattern(program, numbers, shift)
-        kept = program.pattern = asked, found
-    return kept[1]
+        program, _, numbers = mask
+        kept = program.pattern
+        if kept is None or kept[0] != numbers:
+            kept = program.pattern = numbers, bounds_of(program, numbers), None, None
+        shift = None if kept[1] is None else find_shift()
+        if shift is None:
+            return None
+        if kept[2] != shift:
+            kept = program.pattern = numbers, kept[1], shift, window_of(kept[1], shift)
+        window = kept[3]
+    return None if window is None else (*window, softcap)
 
 
 def _mask_of(mask_mod, device):
@@ -560,7 +567,10 @@ def _any_requires_grad(query, key, value, tensors):
 
 
 def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_gqa, wants_lse, wants_max):
-    """``(out, lse, max_scores)``; None: the call must go the long way. The tensors may be anything."""
+    """``(out, lse, max_scores, ..)``; None: the call must go the long way. The tensors may be anything.
+
+    C looks whether something watches the call, and whether autocast wants another dtype.
+    """
     score = mask = plain = None
     try:
         if score_mod is not None:
@@ -572,10 +582,14 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
             return None
         tensors = () if score is None else score[1]
         is_recorded = torch.is_grad_enabled() and _any_requires_grad(query, key, value, tensors)
-        if mask is not None and (mask[0].dtype != torch.bool or any(x.requires_grad for x in mask[1])):
-            return None
+        if mask is not None:
+            if mask[0].dtype != torch.bool:
+                return None
+            for x in mask[1]:
+                if x.requires_grad:
+                    return None
         if not (wants_max or (wants_lse and is_recorded)):
-            plain = plain_of(score, mask, 0 if mask is None else key.size(2) - query.size(2))
+            plain = plain_of(score, mask, lambda: key.shape[2] - query.shape[2])
         if block_mask is not None and (mask is None or (plain is not None and not is_own(block_mask, mask))):
             plain = None
     except (AttributeError, IndexError):
@@ -583,14 +597,14 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
     if block_mask is None and mask is not None and plain is None:
         return None  # blocks are to be found
     scale = None if scale is None else _number_of(scale)
-    if plain is not None:
-        programs = None, None
-    else:
-        programs = (x if x is None else (x[0].text, x[1], x[2]) for x in (score, mask))
-    call = scale, enable_gqa, plain, *programs, block_mask, None, bool(wants_lse or is_recorded), bool(wants_max)
-    found = flash_attn_2_cuda.flex_direct(query, key, value, *call)
+    score_text = None if score is None or plain is not None else (score[0].text, score[1], score[2])
+    mask_text = None if mask is None or plain is not None else (mask[0].text, mask[1], mask[2])
+    found = flash_attn_2_cuda.flex_direct(
+        query, key, value, scale, enable_gqa, plain, score_text, mask_text, block_mask, None,
+        True if wants_lse or is_recorded else False, True if wants_max else False,
+    )  # fmt: skip
     if found is None or not is_recorded:
-        return found and found[:3]
+        return found
     out, lse, max_scores, blocks = found
     if plain is not None:
         call, tensors = Call(scale, None, None, None, False, plain), ()

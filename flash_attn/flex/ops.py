@@ -72,7 +72,7 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
     ):
         pairs = [None if x is None else (program, x[1], x[2]) for x, program in zip((score, mask), programs)]
         if not lists or (sequences is None and mask and _lists_say(lists, mask, query.size(-2), len_kv, block_size)):
-            found = attention.plain_of(*pairs, shift_of(query.size(-2), len_kv, *(sequences or ())[:2]))
+            found = attention.plain_of(*pairs, lambda: shift_of(query.size(-2), len_kv, *(sequences or ())[:2]))
     if found is not None:
         plain, score, mask = found, None, None
     elif lists:

@@ -79,15 +79,17 @@ def _bounds(tree, node):
     return {(1, -1): (None, c), (-1, 1): (c, None)}.get((a, b))
 
 
-def window_of(program, numbers, shift):
-    """The window of a mask_mod as the plain kernels take it, ``(left, right)`` with -1 for no bound, or None.
+def bounds_of(program, numbers):
+    """``(left, right)`` of a mask_mod that is a window, with None for no bound; or None."""
+    tree = _Tree(program, numbers)
+    return _bounds(tree, tree.result)
+
+
+def window_of(bounds, shift):
+    """The window of these bounds as the plain kernels take it, ``(left, right)`` with -1 for no bound, or None.
 
     The plain kernels put the last query beside the last key. There query q_idx lies beside key ``q_idx + shift``.
     """
-    tree = _Tree(program, numbers)
-    bounds = _bounds(tree, tree.result)
-    if bounds is None:
-        return None
     left, right = (None if x is None else x + s for x, s in zip(bounds, (shift, -shift)))
     if (left is not None and left < 0) or (right is not None and right < 0):
         return None  # the window lies beside the diagonal

@@ -44,7 +44,7 @@ def _reader(template):
 
 
 class Steps:
-    """The steps and guards of a trace. ``replay`` does them for another mod, as one function made from source.
+    """The steps and guards of a trace. ``function`` makes a function of source that does them for another mod.
 
     Row i of a mod's replay computes ``v<number>``, or returns None if a guard does not hold. Constants are c0, c1, ..
     """
@@ -55,7 +55,7 @@ class Steps:
         self._constants = {"Tensor": torch.Tensor, "FunctionType": types.FunctionType, "same": _same, "kind": kind}
         self._constants["ERRORS"] = ERRORS
         self._guarded = set()
-        self._results = self._function = None
+        self._results = None
 
     def _name(self, constant):
         name = f"c{len(self._constants)}"
@@ -107,7 +107,7 @@ class Steps:
         return f"same({self._name(check)}({v}), {self._name(holds)})"
 
     def finish(self, *results):
-        """Ends the trace. ``results``: lists of numbers of values, which ``replay`` returns."""
+        """Ends the trace. ``results``: lists of numbers of values, which the function returns."""
         self.values, self._results = None, results
 
     def _source(self):
@@ -122,12 +122,10 @@ class Steps:
         results = ["(" + "".join(f"v{i}, " for i in each) + ")" for each in self._results]
         return "\n".join([*lines, f"  return {', '.join(results)}", " except ERRORS:", "  return None"])
 
-    def replay(self, mod):
-        """Returns the values that ``finish`` named of another mod, or None if a guard does not hold."""
-        if self._function is None:
-            exec(compile(self._source(), "<replay>", "exec"), self._constants)
-            self._function = self._constants["replay"]
-        return self._function(mod)
+    def function(self):
+        """A function of another mod: the values that ``finish`` named, or None if a guard does not hold."""
+        exec(compile(self._source(), "<replay>", "exec"), self._constants)
+        return self._constants["replay"]
 
 
 def _same(a, b):

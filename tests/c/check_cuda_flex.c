@@ -74,12 +74,12 @@ static const int32_t *current_documents;
 /* ---- in place of flex/source.c ----------------------------------------------------------------------------------- */
 
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
-                         bool is_wide, bool has_hidden, bool has_max, char **text, fa_error *err) {
+                         bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **text, fa_error *err) {
     static const char index[] = "int b, int h, int q_idx, int kv_idx) {\n    ", values[] = "const flex_values &x, ";
     const mod_text *m = &mods[current_mod];
     size_t bytes;
     FILE *file = open_memstream(text, &bytes);
-    (void)err, (void)is_wide, (void)has_hidden, (void)has_max;
+    (void)err, (void)is_wide, (void)has_hidden, (void)has_max, (void)no_blocks;
     fprintf(file, "#include \"flex_values.cuh\"\n");
     fprintf(file, "#define FLEX_SCORE %d\n#define FLEX_MASK %d\n#define FLEX_DERIVATIVE %d\n#define FLEX_SUMS 1\n",
             score != NULL, mask != NULL, derivative != NULL);

@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 #include "cpu/convert.h"
+#include "cpu/flex_seen.h"
 #include "few_seeds.h"
 #include "flex/operations.h"
 #include "guarded.h"
@@ -304,6 +305,8 @@ static naive naive_of(const flex_case *c, bool backward) {
     return n;
 }
 
+enum { TABLE_BYTES = 64 << 20 };
+
 /* ---- comparing ----------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -374,6 +377,7 @@ static bool check_isa(flex_case *c, fa_isa isa, const naive *n, bool backward, b
     const double unit = unit_of(p.dtype), stats = p.dtype == FA_F64 ? 1e-6 : 4e-5;
     const int threads = 1 + (int)(c->seed % 3);
     bool good = true;
+    fa_flex_most_table_bytes = c->seed % 4 ? TABLE_BYTES : 0; /* 0: each step finds its own view */
     wipe(&p, &p.o, p.b * p.h * p.len_q * p.d_v);
     memset(p.lse.data, 0xff, (size_t)(p.b * p.h * p.len_q) * 4);
     run_on(isa, threads, &p);
@@ -462,7 +466,75 @@ static void test_thread_counts(void **state) {
             c->p.pass = FA_BWD;
             const uint64_t one = bits_of(c, (fa_isa)isa, 1);
             assert_true(one == bits_of(c, (fa_isa)isa, 2) && one == bits_of(c, (fa_isa)isa, 7));
+            fa_flex_most_table_bytes = 0;
+            assert_true(one == bits_of(c, (fa_isa)isa, 1) && one == bits_of(c, (fa_isa)isa, 3));
+            fa_flex_most_table_bytes = TABLE_BYTES;
         }
+        case_free(c);
+    }
+}
+
+/* ---- views of a mask ----------------------------------------------------------------------------------------- */
+
+/* Compares what one row of a view sees with every pair. Returns whether it sees something; *all: whether everything. */
+static bool check_view_row(const flex_case *c, const fa_flex_view *view, const uint64_t *bits, int64_t b, int64_t h,
+                           int64_t i, int row, int64_t block, int64_t end, bool *all, bool *gaps) {
+    int64_t first = 255, stop = 0, num = 0;
+    for (int64_t j = block; j < end; j++) {
+        const bool sees = is_visible(c, b, h, i, j);
+        const uint64_t word = bits[(j - block) * FA_FLEX_VIEW_WORDS + row / 64];
+        if (sees != (word >> (row % 8 * 8 + row % 64 / 8) & 1))
+            fail_msg("seed %d: bit of query %d and key %d", (int)c->seed, (int)i, (int)j);
+        if (sees && num++ == 0) first = j - block;
+        if (sees) stop = j - block + 1;
+    }
+    if (view->first[row] != first || view->end[row] != stop)
+        fail_msg("seed %d: query %d sees keys %d to %d of block %d, not %d to %d", (int)c->seed, (int)i, (int)first,
+                 (int)stop, (int)block, view->first[row], view->end[row]);
+    *all = *all && num == end - block;
+    *gaps = *gaps || (num > 0 && num < stop - first);
+    return num > 0;
+}
+
+static void check_views(const flex_case *c, const fa_flex_seen *seen, const fa_flex_programs *programs, int64_t b,
+                        int64_t h, int64_t row, int64_t block) {
+    const int64_t rows = c->p.len_q - row < seen->band_rows ? c->p.len_q - row : seen->band_rows;
+    const int64_t end = c->p.len_kv - block < seen->block_kv ? c->p.len_kv : block + seen->block_kv;
+    uint64_t bits[FA_FLEX_TILE * FA_FLEX_VIEW_WORDS];
+    fa_flex_view view;
+    const int32_t kind = fa_flex_see(seen, programs, b, h, row, (int)rows, block, &view, bits);
+    bool any = false, all = true, gaps = false;
+    for (int i = 0; i < rows; i++)
+        any = check_view_row(c, &view, bits, b, h, row + i, i, block, end, &all, &gaps) || any;
+    for (int64_t i = rows; i < FA_FLEX_VIEW_ROWS; i++) assert_true(view.first[i] == 255 && view.end[i] == 0);
+    assert_int_equal(view.has_gaps, gaps);
+    assert_int_equal(kind, all ? FA_FLEX_SEES_ALL : any ? FA_FLEX_SEES_SOME : FA_FLEX_SEES_NOTHING);
+    fa_flex_see_task(seen, programs, b, h, row, row + rows, block, end); /* of this head, or of one like it */
+    const int32_t found = *fa_flex_kind_seen(seen, b, h, row, block);
+    assert_int_equal(found >= 0 ? FA_FLEX_SEES_SOME : found, kind);
+    if (found < 0) return;
+    assert_memory_equal(&seen->views[found], &view, sizeof view);
+    const size_t words = (size_t)(end - block) * FA_FLEX_VIEW_WORDS;
+    if (gaps) assert_memory_equal(seen->bits + found * seen->block_kv * FA_FLEX_VIEW_WORDS, bits, words * 8);
+}
+
+static void test_views(void **state) {
+    static const int tiles[] = {32, 48, 64, 128}, blocks[] = {32, 64, 128};
+    (void)state;
+    for (uint64_t seed = FIRST_SEED(400); seed < FIRST_SEED(400 + NUM_SEEDS(60)); seed++) {
+        flex_case *c = case_new(seed, FA_F32, FA_FWD);
+        fa_flex_block_map map = fa_flex_block_map_of(&c->p);
+        map.kinds = zeros((int64_t)fa_flex_block_map_bytes(&map), 1);
+        fa_flex_fill_block_map(&map, &c->flex);
+        fa_flex_seen seen = fa_flex_new_seen(&c->p, &map, tiles[below(COUNT(tiles))], blocks[below(COUNT(blocks))]);
+        fa_flex_programs programs;
+        assert_true(seen.kinds && fa_flex_make_programs(&c->p, FA_ISA_SCALAR, &programs));
+        for (int64_t head = 0; head < c->p.b * c->p.h; head++)
+            for (int64_t row = 0; row < c->p.len_q; row += seen.band_rows)
+                for (int64_t block = 0; block < c->p.len_kv; block += seen.block_kv)
+                    check_views(c, &seen, &programs, head / c->p.h, head % c->p.h, row, block);
+        fa_flex_free_programs(&programs);
+        fa_flex_free_seen(&seen);
         case_free(c);
     }
 }
@@ -622,12 +694,13 @@ int main(int argc, char **argv) {
         return !good;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_operations),    cmocka_unit_test(test_fwd_f32),  cmocka_unit_test(test_fwd_bf16),
-        cmocka_unit_test(test_fwd_f16),       cmocka_unit_test(test_fwd_f64),  cmocka_unit_test(test_bwd_f32),
-        cmocka_unit_test(test_bwd_bf16),      cmocka_unit_test(test_bwd_f16),  cmocka_unit_test(test_bwd_f64),
-        cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_nonfinite)};
+        cmocka_unit_test(test_operations),    cmocka_unit_test(test_fwd_f32), cmocka_unit_test(test_fwd_bf16),
+        cmocka_unit_test(test_fwd_f16),       cmocka_unit_test(test_fwd_f64), cmocka_unit_test(test_bwd_f32),
+        cmocka_unit_test(test_bwd_bf16),      cmocka_unit_test(test_bwd_f16), cmocka_unit_test(test_bwd_f64),
+        cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_views),   cmocka_unit_test(test_nonfinite)};
     const struct CMUnitTest emulated_tests[] = {cmocka_unit_test(test_fwd_bf16), cmocka_unit_test(test_bwd_bf16),
-                                                cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_nonfinite)};
+                                                cmocka_unit_test(test_thread_counts), cmocka_unit_test(test_views),
+                                                cmocka_unit_test(test_nonfinite)};
     if (is_emulation) return cmocka_run_group_tests(emulated_tests, NULL, NULL);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -326,6 +326,53 @@ def test_one_trace_for_many_calls():
     assert tracer.num_traces <= before + 2
 
 
+def nested(depth, table, factor):
+    """A mod whose program is longer the deeper it is."""
+
+    def outermost(score, b, h, i, j):
+        return score * factor + table[h, j]
+
+    def around(inner):
+        return lambda score, b, h, i, j: inner(score, b, h, i, j) * 0.75
+
+    mod = outermost
+    for _ in range(depth):
+        mod = around(mod)
+    return mod
+
+
+def test_more_programs_in_turn_than_are_kept():
+    """C keeps the last decoded programs with places for their values. Each call brings other tensors and numbers."""
+    query, key, value = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    for turn in range(3):
+        for depth in [*range(11), 3, 3]:
+            table, factor = torch.randn(2, 9 + turn), 1.0 + depth + turn
+            scores = query @ key.transpose(-1, -2) / 4 * factor + table[:, None, :9]
+            want = (scores * 0.75**depth).softmax(-1) @ value
+            with torch.no_grad():
+                got = flex_attention(query, key, value, nested(depth, table, factor))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kept_program_takes_no_other_values():
+    """The same program with fewer tensors, tensors of another dtype, and then with its own again."""
+    query, key, value = (torch.randn(1, 2, 9, 16) for _ in range(3))
+    table = torch.randn(2, 9)
+    program, tensors, numbers = tracer.program_of(nested(1, table, 2.0), torch.float32)
+
+    def call(tensors, numbers=numbers):
+        mod = program.text, tensors, numbers
+        tail = mod, None, None, None, False, False
+        return flash_attn_2_cuda.flex_direct(query, key, value, None, False, None, *tail)
+
+    want = call(tensors)[0]
+    for wrong in ((), (table.double(),), (table.int(),), (table[0],), (None,), (3,)):
+        assert call(wrong) is None
+        assert torch.equal(call(tensors)[0], want)
+    assert call(tensors, ()) is None and call(tensors, (*numbers, 1.0)) is None
+    assert torch.equal(call(tensors)[0], want)
+
+
 def test_threads_have_calls_of_their_own():
     q, k, v = make(1, 2, 2, 100, 100, 32)
     want = [flex_attention(q, k, v, lambda s, b, h, i, j, c=c: s * c) for c in range(4)]

@@ -76,12 +76,13 @@ def compile_emulation(object_file):
 
 
 def scheduled_kernels():
-    """Hopper's rows with each mask, packed, and some rows that are not packed: {name: arguments of
+    """Hopper's rows with each mask, packed, and some rows that are not packed or read a cache: {name: arguments of
     cuda_kernel_source}."""
     mask = r"kv\d+(_causal|_local)?"
     in_8_bits = r"fwd_fp8_sm90_e4m3_d(64_q192|256_q128)"
     some = rf"(fwd_sm90_bf16_d(64_q192|192_q128)|{in_8_bits}|bwd\w*_sm90_bf16_d(64|96|192)_q\d+)"
-    wanted = re.compile(rf"attn_((fwd|bwd|bwd_wide)_sm90_bf16_\w*?{mask}_varlen|{some}{mask})")
+    cache = r"fwd_sm90_bf16_d(64_q192kv128|192_q128kv96|256_q128kv64)(_causal|_local)(_varlen)?_cache"
+    wanted = re.compile(rf"attn_((fwd|bwd|bwd_wide)_sm90_bf16_\w*?{mask}_varlen|{some}{mask}|{cache})")
     return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
 
 
@@ -105,6 +106,7 @@ MODS = """
 #define FLEX_PARTS 0
 #define FLEX_HIDDEN 0
 #define FLEX_MAX 0
+#define FLEX_BLOCKS 1
 struct flex_values { long long words[1]; };
 struct flex_sums {};
 #define INDICES int b, int h, int i, int j
