@@ -55,7 +55,7 @@ constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS / SPLIT;
 constexpr int OWN_KEYS = BLOCK_KV / SPLIT, OWN_COLUMNS = COLUMNS / SPLIT, N = OWN_KEYS / 8;
 constexpr int P_PITCH = BLOCK_KV + 8; /* like PITCH: eight rows begin in different groups of four banks */
 /* The maximum of a row has P = 2^-HEADROOM when it is found. It is raised before some P exceeds 2^MOST_LOG2. Numbers of
- * bf16 may be as large as floats, so there P is at most 2^-16, and sums of P V stay floats. fp16 needs the range of P. */
+ * bf16 may be as large as floats. So P is at most 2^-16 there, and sums of P V stay floats. fp16 needs the range. */
 constexpr int LAG = 8, HEADROOM = (int)element::HEADROOM, MOST_LOG2 = LAG - HEADROOM;
 constexpr float RAISED = 1u << HEADROOM; /* 2^HEADROOM */
 /* A step does not look for its maximum, and does its scores again if its sums turn out to be too large. K must still be
