@@ -1,6 +1,6 @@
 /* Keys in a KV cache, in attn_fwd_sm90.cu. The cache consists of pages. Its tensor maps count pages where maps of other
- * tensors count sequences, and keys in a page where others count rows. A key tile comes in boxes of `box` keys, so a box
- * never crosses the end of a page. A cache without a block table has one page for each row, and a key tile is one box. */
+ * tensors count sequences, and keys in a page where others count rows. A key tile comes in boxes of `box` keys. So no
+ * box crosses the end of a page. A cache without a block table has one page for each row, and a key tile is one box. */
 #ifndef FA_ATTN_FWD_CACHE_CUH
 #define FA_ATTN_FWD_CACHE_CUH
 
