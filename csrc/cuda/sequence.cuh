@@ -66,7 +66,7 @@ DEVICE long long cache_offset(const fa_cuda_problem &p, const fa_cuda_view &kv, 
                               int head_kv) {
     long long batch = s.kv_batch;
     if (p.paged) {
-        batch = (int)min((u32)s.pages[row / p.page_size], (u32)p.num_pages - 1);
+        batch = (int)min((unsigned)s.pages[row / p.page_size], (unsigned)p.num_pages - 1);
         row %= p.page_size;
     }
     return batch * kv.stride_b + row * kv.stride_row + head_kv * kv.stride_h;
