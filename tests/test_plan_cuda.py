@@ -469,6 +469,16 @@ def test_few_queries_and_caches(plan, numbers, kernel):
         assert 0 < int(workspace) < 64 << 20
 
 
+@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("page", (12, 64))
+@pytest.mark.parametrize("capability", (80, 90))
+def test_one_split_does_not_depend_on_the_batch(plan, capability, page, d):
+    """The kernel of a sequence decides about its bits."""
+    for len_q in (1, 17, 40, 64, 100, 128, 512):
+        numbers = {"capability": capability, "sms": 132, "pages": 8, "page": page, "d": d, "len_q": len_q, "splits": 1}
+        assert len({plan(**numbers, h=16, h_kv=4, b=b).split()[0] for b in (1, 2, 8, 64)}) == 1
+
+
 # The decode kernel before Hopper: tiles of 16, 32 and 64 rows for each head dimension.
 DECODE_TILES = {
     64: (("q16t4s5", "q32t2s5", "q64t1s5"), ("q16t4s5", "q32t2s5", "q64t1s4")),

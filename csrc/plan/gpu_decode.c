@@ -139,7 +139,8 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
 
 /* Would other kernels compute the queries faster? Their tiles have 128 queries of one head, which read the keys fewer
  * times. They are slower if most rows of their tiles would be empty, or if their tiles would not fill the GPU. A tile
- * of this kernel takes as long as 64 of their rows, also if it has 32 rows (cuda/measurements/sm80.md, Prompts). */
+ * of this kernel takes as long as 64 of their rows, also if it has 32 rows (cuda/measurements/sm80.md, Prompts). For
+ * num_splits = 1 only the rows count, because the choice must not depend on the batch. */
 static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_id id, const fa_plan *plan) {
     enum { QUERIES = 128, ROWS_OF_A_TILE = 64 };
     const int64_t rows = p->len_q * (p->h / p->h_kv), others = p->h * ceil_div(p->len_q, QUERIES);
@@ -147,7 +148,7 @@ static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_
     if (id == FA_DECODE_SM90 && !fa_why_not_cache_of_sm90(p)) return is_prompt_of_sm90(p, machine, plan);
     return !p->cu_seqlens_q && rows > plan->block_q &&
            others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
-           p->b * others * 4 >= (int64_t)machine->gpu_sms * 3;
+           (p->num_splits == 1 || p->b * others * 4 >= (int64_t)machine->gpu_sms * 3);
 }
 
 static const char *plan_decode(const fa_problem *p, const fa_machine *machine, fa_family_id id, fa_plan *plan) {
