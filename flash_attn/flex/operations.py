@@ -1,6 +1,6 @@
 """The operations that a program may hold, by their names in torch.
 
-Shapes and dtypes of results are those of torch: every operation also runs on tensors of the device "meta".
+Shapes and dtypes of results are those of torch: every operation also runs on tensors of ones, or of the device "meta".
 """
 
 import itertools
@@ -30,11 +30,21 @@ class Call:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def meta(self):
-        """The result's shape and dtype, as a tensor without elements. Errors of torch get the place in the mod."""
+        """A tensor of the result's shape and dtype. Errors of torch get the place in the mod.
+
+        The first operation on "meta" imports all of torch.compile, which takes seconds. So only large operations run
+        there, and those that the CPU refuses.
+        """
+        is_small = sum(map(_elements, (*self.args, *self.kwargs.values()))) <= MOST_UNROLLED
         with torch._C.DisableTorchFunction():
+            if is_small and self.name not in OF_ANY_SHAPE:
+                try:
+                    return self.function(*_ones(self.args), **_ones(self.kwargs))
+                except ERRORS:
+                    pass
             try:
                 return self.function(*_meta(self.args), **_meta(self.kwargs))
-            except (TypeError, RuntimeError, IndexError, ValueError) as error:
+            except ERRORS as error:
                 raise type(error)(f"{error}: {self.trace.where()}") from None
 
     def common(self, *operands):
@@ -56,20 +66,34 @@ class Call:
         return Value(self.trace, in_memory(list(nodes), shape), dtype)
 
 
-def _meta(x):
-    if isinstance(x, (Value, Capture)):
-        return torch.empty(tuple(map(operator.index, x.shape)), dtype=x.dtype, device="meta")
-    if isinstance(x, Number):
-        return x._value
-    if isinstance(x, torch.Tensor):
-        return torch.empty(x.shape, dtype=x.dtype, device="meta")
-    if isinstance(x, slice):
-        return slice(*map(_meta, (x.start, x.stop, x.step)))
+def _elements(x):
     if isinstance(x, (tuple, list)):
-        return type(x)(map(_meta, x))
-    if isinstance(x, dict):
-        return {name: _meta(item) for name, item in x.items()}
-    return torch.device("meta") if isinstance(x, torch.device) else x
+        return sum(map(_elements, x))
+    return math.prod(map(operator.index, x.shape)) if isinstance(x, (Value, Capture, torch.Tensor)) else 0
+
+
+def _stand_in(make, device):
+    """A function that puts ``make(shape, dtype=, device=)`` in place of every tensor."""
+
+    def of(x):
+        if isinstance(x, (Value, Capture, torch.Tensor)):
+            return make(tuple(map(operator.index, x.shape)), dtype=x.dtype, device=device)
+        if isinstance(x, Number):
+            return x._value
+        if isinstance(x, slice):
+            return slice(*map(of, (x.start, x.stop, x.step)))
+        if isinstance(x, (tuple, list)):
+            return type(x)(map(of, x))
+        if isinstance(x, dict):
+            return {name: of(item) for name, item in x.items()}
+        return torch.device(device) if isinstance(x, torch.device) else x
+
+    return of
+
+
+_meta = _stand_in(torch.empty, "meta")
+_ones = _stand_in(torch.ones, "cpu")
+ERRORS = TypeError, RuntimeError, IndexError, ValueError
 
 
 def value_of(trace, x):
@@ -528,7 +552,9 @@ def _gather(trace, base, index):
             places.append(i)
             vectors.append(value.shape)
     try:
-        shape = torch.broadcast_shapes(*vectors)
+        # torch.broadcast_shapes would import sympy, which takes a second.
+        shapes = ((), *vectors)
+        shape = torch.broadcast_tensors(*(torch.empty((), device="cpu").expand(x) for x in shapes))[0].shape
     except RuntimeError as error:
         trace.fail(str(error), IndexError)
     if shape == ():
@@ -578,6 +604,8 @@ ALIASES |= {"__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shi
 ALIASES |= {"__rand__": "bitwise_and", "__ror__": "bitwise_or", "__rxor__": "bitwise_xor", "fix": "trunc"}
 ALIASES |= {"arctan": "atan", "sgn": "sign", "matmul": "dot", "inner": "dot", "special_erf": "erf", "pow_": "pow"}
 ALIASES |= {"max": "amax", "min": "amin", "concat": "cat", "expit": "sigmoid", "type_as": "to", "__rsub__": "rsub"}
+
+OF_ANY_SHAPE = {"new_zeros", "new_ones", "new_full", "repeat"}  # a small tensor gives a large one
 
 OPERATIONS = {
     "add": _arithmetic("add"),

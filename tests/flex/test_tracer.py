@@ -7,8 +7,10 @@ import os
 import random
 import sys
 import types
+from pathlib import Path
 from typing import NamedTuple
 
+import fresh_python
 import pytest
 import torch
 from catalogue import CATALOGUE
@@ -28,6 +30,34 @@ def test_a_mask_is_torchs(make):
     got = evaluated(mod, SHAPE)
     assert got.dtype == torch.bool
     assert torch.equal(got, vmapped(mod, SHAPE))
+
+
+FIRST_CALLS = """
+import random, sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from catalogue import CATALOGUE
+from score_catalogue import SCORES
+from flash_attn.flex_attention import create_block_mask, flex_attention
+
+b, h, len_q, len_kv = shape = 2, 2, 70, 140
+q, k, v = (torch.randn(b, h, n, 16, requires_grad=True) for n in (len_q, len_kv, len_kv))
+rng = random.Random(0)
+for make in CATALOGUE:
+    create_block_mask(make(rng, shape), b, h, len_q, len_kv, device="cpu")
+for make in SCORES:
+    mod, leaves = make(rng, shape)
+    out = flex_attention(q, k, v, score_mod=mod)
+    torch.autograd.grad(out.sum(), [q, *leaves], allow_unused=True)
+print(*(name for name in ("torch._dynamo", "sympy") if name in sys.modules))
+"""
+
+
+def test_first_calls_import_no_compiler():
+    """The import of torch.compile, which some functions of torch begin with, takes 3 to 5 seconds."""
+    folder = Path(__file__).parent
+    done = fresh_python.python(FIRST_CALLS, folder, folder.parent)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 def scored(make):
