@@ -49,17 +49,20 @@ def measured(rows):
 
 
 def flex_gpu(source):
-    """TFLOPS of visible pairs, ours and PyTorch's."""
+    """TFLOPS of visible pairs, ours and PyTorch's, and their ratio, by both rules."""
     name = f"flex_{source[1]}.csv"
     rows = [row for row in read(source[0] / name) if (row["length"], row["d"]) == ("16384", "128")]
-    found, body = by(rows, "case", "pass", "kernel"), []
+    found, body = by(rows, "case", "pass", "kernel", "rule"), []
+    columns = [(which, rule) for rule in ("turns", "sustained") for which in ("fwd", "bwd")]
     for case, words in measured(rows):
         cells = []
-        for which in "fwd", "bwd":
-            pair = (found.get((case, which, kernel)) for kernel in ("flash_attn", "flex"))
-            cells.append(", ".join(f"{float(row['tflops']):.0f}" if row else "-" for row in pair))
+        for which, rule in columns:
+            both = [found.get((case, which, kernel, rule)) for kernel in ("flash_attn", "flex")]
+            ours, theirs = (float(row["tflops"]) if row else 0 for row in both)
+            cells.append(f"{ours:.0f}, {theirs:.0f}: {ours / theirs:.2f}" if theirs else f"{ours:.0f}, -")
         body.append([words, *cells])
-    return grid(["", "forward", "backward"], body) + origin(rows, name)
+    header = ["", "in turns: forward", "backward", "alone: forward", "backward"]
+    return grid(header, body) + origin(rows, name)
 
 
 def flex_cpu(source):

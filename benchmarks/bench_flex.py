@@ -6,9 +6,12 @@
     python benchmarks/bench_flex.py --cases causal alibi table --fresh       first calls that find no kernel on the disk
     python benchmarks/bench_flex.py --cases alibi table --fresh --ours       without PyTorch's function
 
-The calls of a problem run one after the other, in a random order in every turn. A figure is the median over as many
-turns as fill --seconds, five at least, after the first call of each. On a CPU PyTorch's backward of flex_attention is
-refused, so only its forward is timed. There scaled_dot_product_attention with a dense mask or bias stands beside ours.
+On a CPU the calls of a problem run one after the other, in a random order in every turn. A figure is the median over as
+many turns as fill --seconds, five at least, after the first call of each. PyTorch's backward of flex_attention is
+refused there, so only its forward is timed. scaled_dot_product_attention with a dense mask or bias stands beside ours.
+
+On a GPU the rules are those of _gpu.py, in turns and each call alone, back to back. In turns the flush before a launch
+writes 1 GiB, which takes longer than the host takes for a call: figures are the GPU's time.
 
 The case sinks is a causal mask with a learned sink for each head: flash_attn_func of ours, and the output of PyTorch's
 function times sigmoid(lse - sink).
@@ -35,6 +38,7 @@ from statistics import median
 if "--fresh" in sys.argv:
     os.environ["CUDA_CACHE_DISABLE"] = "1"  # NOTE: later it has no effect (torch 2.11, CUDA 13)
 
+import _gpu
 import torch
 import torch.nn.functional as F
 from _results import add_out, command, need_gpu, save
@@ -45,8 +49,8 @@ from flash_attn._measure import cpu_name
 from flash_attn.flex_attention import create_block_mask, flex_attention
 
 COLUMNS = ["date", "device", "torch", "threads", "case", "kernel", "pass", "dtype", "d", "b", "h", "length"]
-KEY = ["device", "threads", "case", "kernel", "pass", "dtype", "d", "b", "h", "length"]
-COLUMNS += ["visible", "ms", "tflops", "first_ms", "mask_ms", "tiny_us", "command"]
+KEY = ["device", "threads", "case", "kernel", "pass", "dtype", "d", "b", "h", "length", "rule"]
+COLUMNS += ["rule", "visible", "ms", "tflops", "mhz", "watts", "first_ms", "mask_ms", "tiny_us", "command"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -202,14 +206,21 @@ def first_calls(calls, device):
     return working, first
 
 
-def in_turns(calls, seconds, device, rng):
-    """{name: milliseconds}."""
+def times_of(calls, options, rng):
+    """(name, {"ms" and what else is known}) of every call, by each rule of the device."""
+    if options.device == "cuda":
+        flush = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+        times, mhz = _gpu.in_turns(calls, options.seconds, flush, rng)
+        yield from ((name, {"rule": "turns", "ms": ms, "mhz": mhz}) for name, ms in times.items())
+        for name, call in rng.sample(list(calls.items()), len(calls)):
+            yield name, {"rule": "sustained", **_gpu.alone(call, options.sustained_seconds)}
+        return
     found = {name: [] for name in calls}
     begin = time.perf_counter()
-    while calls and (len(next(iter(found.values()))) < 5 or time.perf_counter() - begin < seconds):
+    while calls and (len(next(iter(found.values()))) < 5 or time.perf_counter() - begin < options.seconds):
         for name, call in rng.sample(list(calls.items()), len(calls)):
-            found[name].append(1000 * seconds_of(call, device)[0])
-    return {name: median(times) for name, times in found.items()}
+            found[name].append(1000 * seconds_of(call, options.device)[0])
+    yield from ((name, {"ms": median(times)}) for name, times in found.items())
 
 
 def tiny_microseconds(make, h, d, dtype, device, times=200):
@@ -248,11 +259,11 @@ def measure(case, n, d, options, base, rng):
             makes[name, "bwd"] = lambda call=call: backward_of(call, leaves, dout)
     calls, first = first_calls(makes, device)
     tiny = None if case == "sinks" else tiny_microseconds(CASES[case], h, d, dtype, device)
-    for (name, which), ms in in_turns(calls, options.seconds, device, rng).items():
+    for (name, which), found in times_of(calls, options, rng):
         operations = (4 if which == "fwd" else 10) * d * b * h * visible
         row = {**base, "case": case, "kernel": name, "pass": which, "dtype": options.dtype, "d": d, "b": b, "h": h}
-        row.update(length=n, visible=round(visible / n**2, 4), ms=round(ms, 4), first_ms=first[name, which])
-        row["tflops"] = float(f"{operations / ms / 1e9:.4g}")
+        row.update(length=n, visible=round(visible / n**2, 4), first_ms=first[name, which], **found)
+        row.update(ms=round(found["ms"], 4), tflops=float(f"{operations / found['ms'] / 1e9:.4g}"))
         if name == "flash_attn" and which == "fwd":
             row.update(mask_ms=round(1000 * took, 3), tiny_us=tiny)
         yield row
@@ -275,7 +286,8 @@ def main():
     parser.add_argument("--dtype", default=None, choices=DTYPES, help="default: fp32 on a CPU, bf16 on a GPU")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=2.0, help="all calls of a problem together")
+    parser.add_argument("--seconds", type=float, default=2.0, help="in turns: all calls of a problem together")
+    parser.add_argument("--sustained-seconds", type=float, default=0.5, help="of each call alone, on a GPU")
     parser.add_argument("--seed", type=int, default=0, help="of the random orders and of the inputs")
     parser.add_argument("--fresh", action="store_true", help="with empty caches of kernels, for first_ms")
     parser.add_argument("--alone", "--ours", dest="ours", action="store_true", help="our function alone")
@@ -298,7 +310,8 @@ def main():
             for d in options.dims:
                 rows = list(measure(case, n, d, options, base, rng))
                 save(rows, path, COLUMNS, KEY)
-                figures = [f"{row['kernel']} {row['pass']} {row['ms']} ms {row['tflops']}" for row in rows]
+                shown = "kernel", "pass", "rule", "ms", "tflops"
+                figures = [" ".join(str(row.get(name, "")) for name in shown) for row in rows]
                 print(f"{case:9} length {n:6} d {d:3}  {'  '.join(figures)}", flush=True)
 
 

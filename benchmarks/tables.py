@@ -27,6 +27,8 @@ MEASUREMENTS = ROOT / "csrc" / "cuda" / "measurements"
 DEVICE = "NVIDIA_H100_80GB_HBM3"
 LENGTHS = 1024, 4096, 16384
 DTYPES = "bf16", "fp16"
+PASSES = "forward", "backward"
+MASKS = "False", "True"  # causal, as the files say it
 FLOPS_OF_A_CLOCK = 132 * 4096  # 132 SMs of an H100 or H200, dense products of 16 bits
 
 
@@ -216,6 +218,27 @@ def peers(source):
     return [*grid(["", "best of FA3, FA4", "ours"], body), "", text]
 
 
+def beside(source):
+    """The time of each peer divided by ours, causal in brackets."""
+    name = "peers_<device>.csv"
+    rows = rows_of(source, name)
+    if any("--only" in row["command"] for row in rows):
+        raise Missing(f"run of all problems in {name}")
+    times = {tuple(row[x] for x in ("pass", "kernel", "problem", "d", "causal")): float(row["ms"]) for row in rows}
+
+    def ratios(which, kernel, *problem):
+        pairs = [(times.get((which, kernel, *problem, c)), times.get((which, "ours", *problem, c))) for c in MASKS]
+        words = [f"{theirs / ours:.2f}" if theirs and ours else "" for theirs, ours in pairs]
+        return words[0] + (f" ({words[1]})" if words[1] else "")
+
+    body = []
+    for problem, d in dict.fromkeys((row["problem"], row["d"]) for row in rows):
+        passes = [[ratios(which, kernel, problem, d) for kernel in ("FA3", "cuDNN")] for which in PASSES]
+        body.append([problem, d, *(", ".join(filter(None, words)) for words in passes)])
+    text = "Time of FlashAttention-3 and of cuDNN divided by ours. In turns. "
+    return grid(["problem", "columns", *(f"{which}: FA3, cuDNN" for which in PASSES)], body) + caption(name, rows, text)
+
+
 def decode(source):
     """TB/s of cache, and microseconds."""
     name = "decode_<device>.csv"
@@ -362,6 +385,7 @@ TABLES = {
     "96 columns": speed("bwd_96_<device>.csv", "backward", "In turns"),
     "packed": packed,
     "peers": peers,
+    "beside": beside,
     "decode": decode,
     "prompts": prompts,
     "other shapes": shapes,

@@ -244,6 +244,30 @@ BENCH_PROMPTS = [
     )
 ]
 
+# bench_peers.py: (problem, case). All heads have 2048 columns together, fewer where heads do not fill them. A problem
+# has 16k tokens, 32k of length 32768. The packed problem has the lengths of benchmarks/_gpu.py.
+FULL = (-1, -1)
+BENCH_PEERS = [
+    (problem, Case(len_q, len_kv, b, h, max(1, h // group), d, dtype, causal=causal, window=window))
+    for problem, len_q, len_kv, b, group, dims, dtype, window in (
+        *((f"{n} tokens", n, n, 16384 // n, 1, (64, 128, 256), "bf16", FULL) for n in (128, 256, 512, 1024)),
+        ("2048 tokens", 2048, 2048, 8, 1, (64,), "bf16", FULL),
+        ("4096 tokens", 4096, 4096, 4, 1, (32, 64, 72, 80, 96, 112, 128, 160, 192, 256), "bf16", FULL),
+        ("8192 tokens", 8192, 8192, 2, 1, (64,), "bf16", FULL),
+        ("16384 tokens", 16384, 16384, 1, 1, (64, 128, 256), "bf16", FULL),
+        ("32768 tokens", 32768, 32768, 1, 1, (64,), "bf16", FULL),
+        ("fp16, 4096 tokens", 4096, 4096, 4, 1, (64, 128, 256), "fp16", FULL),
+        ("8 heads to 1, 4096 tokens", 4096, 4096, 4, 8, (64, 128, 256), "bf16", FULL),
+        ("one key head, 4096 tokens", 4096, 4096, 4, 2048, (64, 128, 256), "bf16", FULL),
+        ("window of 512, 8192 tokens", 8192, 8192, 2, 1, (64, 128, 256), "bf16", (512, 0)),
+        ("512 queries, 8192 keys", 512, 8192, 32, 1, (64, 128, 256), "bf16", FULL),
+        ("packed, 24 of 64 to 4096 tokens", (), (), 24, 1, (64, 128, 256), "bf16", FULL),
+    )
+    for d in dims
+    for h in [2048 // d]
+    for causal in (BOTH if window == FULL and len_q == len_kv else (False,))
+]
+
 # bench_shapes.py, by the name of the rows: shapes that are in no other table.
 BENCH_SHAPES = {
     name: Case(len_q, len_kv, b=b, h=h, h_kv=h_kv, d=d, causal=causal, dtype=dtype)
