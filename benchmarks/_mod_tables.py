@@ -51,7 +51,9 @@ def measured(rows):
 def flex_gpu(source):
     """TFLOPS of visible pairs, ours and PyTorch's, and their ratio, by both rules."""
     name = f"flex_{source[1]}.csv"
-    rows = [row for row in read(source[0] / name) if (row["length"], row["d"]) == ("16384", "128")]
+    rows = [row for row in read(source[0] / name) if (row["length"], row["d"]) == ("16384", "128") and row.get("rule")]
+    if not rows:
+        raise FileNotFoundError(f"row of length 16384 in {name}")
     found, body = by(rows, "case", "pass", "kernel", "rule"), []
     columns = [(which, rule) for rule in ("turns", "sustained") for which in ("fwd", "bwd")]
     for case, words in measured(rows):
