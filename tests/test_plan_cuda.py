@@ -360,10 +360,10 @@ def test_the_backward_before_hopper_wants_tiles_for_half_of_the_multiprocessors(
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (80, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q128kv64s1", "d256_q128kv64s1")),
+        (80, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q128kv64s2", "d256_q128kv64s1")),
         (86, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
         (89, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
-        (100, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q128kv64s1", "d256_q128kv64s1")),
+        (100, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q128kv64s2", "d256_q128kv64s2")),
         (120, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
     ],
     ids=str,

@@ -37,7 +37,7 @@ def test_every_kernel_has_a_name_and_a_row():
     assert (
         len(set(any_kernels))
         == len(any_kernels)
-        == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 * 3 + 6 + 2 + 5 * 3 + 4 + 2 * 8 * (4 + 1) + 2 * 10 * 4 + 2 * 26
+        == 2 * ((6 + 6 + 3) + (12 + 12 + 8) + 3 * 3) + 3 * 3 + 6 + 2 + 5 * 3 + 4 + 2 * 8 * (4 + 1) + 2 * 11 * 4 + 2 * 26
     )
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]

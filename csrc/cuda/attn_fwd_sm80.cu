@@ -12,8 +12,10 @@
  *   1   barrier | load V | S = Q K^T | barrier | load K of i+1 | O += P V of 16 keys, meanwhile P of the next 16 keys
  *   0   the same, but P V begins when P is complete
  *
- * SPLIT 2, above 128 columns, is LATE 2 with one stage and P in shared memory. Two warps share 32 rows there:
+ * SPLIT 2, above 128 columns, is LATE 2 with P in shared memory. Two warps share 32 rows there. With two stages they
+ * meet at a barrier of their own before they store P. With one stage they store P at the beginning of the next step:
  *
+ *   barrier | load K of i+1, V of i | S = Q K^T | O += P V of i-1, meanwhile P of i | both warps meet | store P of i
  *   barrier | load V of i-1, store P of i-1 | S = Q K^T | barrier | load K of i+1 | O += P V of i-1, meanwhile P of i
  *
  * With LATE 2 the new P of 16 keys takes the place of the old P of 16 keys that have just been multiplied.
@@ -24,14 +26,15 @@
  * The maximum of a row lags behind. O is rescaled only where a score exceeds the maximum by 2^LAG. With LATE 2 a step
  * does not even look for its maximum. If the sums of a step turn out to be too large, its scores are made again.
  *
- * Masked pairs are left out and never multiplied by zero. A tile of V may hold NaN or inf, and some row may see only
- * a part of the tile. Such a tile goes through FMAs that skip masked pairs.
+ * A masked pair has P = 0. If its V holds NaN or inf, O becomes NaN. Then the tile of rows is computed again, and looks
+ * for such tiles of V. They go through FMAs that skip masked pairs.
  *
  * Which limit binds: latencies. Two warps share a quarter of an SM, and wait for ldmatrix and barriers.
  *
  * Specification: ../cpu/reference.c. */
-#define F32  0
-#define OF_3 0
+#define F32      0
+#define OF_3     0
+#define SWIZZLES (SPLIT == 2 && STAGES == 2)
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS, BLOCKS times 16 query rows that SPLIT warps share,
  * and STAGES of K and V. The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), and
@@ -53,7 +56,7 @@
 /* SPLIT warps share WARP_ROWS rows: they divide the keys of S and the columns of O. */
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS / SPLIT;
 constexpr int OWN_KEYS = BLOCK_KV / SPLIT, OWN_COLUMNS = COLUMNS / SPLIT, N = OWN_KEYS / 8;
-constexpr int P_PITCH = BLOCK_KV + 8; /* like PITCH: eight rows begin in different groups of four banks */
+constexpr int P_PITCH = BLOCK_KV + (SWIZZLES ? 0 : 8); /* like PITCH */
 /* The maximum of a row has P = 2^-HEADROOM when it is found. It is raised before some P exceeds 2^MOST_LOG2. Numbers of
  * bf16 may be as large as floats. So P is at most 2^-16 there, and sums of P V stay floats. fp16 needs the range. */
 constexpr int LAG = 8, HEADROOM = (int)element::HEADROOM, MOST_LOG2 = LAG - HEADROOM;
@@ -61,13 +64,18 @@ constexpr float RAISED = 1u << HEADROOM; /* 2^HEADROOM */
 /* A step does not look for its maximum, and does its scores again if its sums turn out to be too large. K must still be
  * there. ALiBi raises the maximum in most steps, so scores that are not plain have the maximum first. */
 constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCORE;
+/* Do warps that share rows store P at the end of its step? Otherwise they store P at the beginning of the next step. */
+constexpr bool STORES_EARLY = SPLIT > 1 && STAGES == 2;
 
+static_assert(!SWIZZLES || BLOCK_KV == 64, "a row of P has eight pieces");
 static_assert(8 * OWN_COLUMNS % 32 == 0, "a quad stores 32 columns");
 static_assert(OWN_KEYS % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
-static_assert(SPLIT == 1 || (IS_LATE && STAGES == 1 && !Q_REGS), "P goes through shared memory at the end of a step");
-static_assert(SPLIT <= 3, "there is room for 4 floats behind a row of Q");
+static_assert(SPLIT == 1 || (IS_LATE && !Q_REGS), "P goes through shared memory");
+static_assert(SPLIT <= 2, "a row has 4 floats: a maximum, parts, and is_careful");
 static_assert(N <= 8, "32 bits say which pairs of a thread count");
 static_assert(STAGES == 1 || (STAGES == 2 && (IS_LATE || !Q_REGS)), "the first V may come while Q is read");
+
+constexpr int STATE = 16 / BYTES; /* a row has four floats beside its Q */
 
 struct shared_memory {
     factor k[STAGES][BLOCK_KV * PITCH];
@@ -76,15 +84,21 @@ struct shared_memory {
         factor q_once[Q_REGS ? BLOCK_Q * PITCH : 8]; /* on the way to registers, before the first V */
     };
     union {
-        factor q[Q_REGS ? 8 : BLOCK_Q * PITCH];
-        float maxima[Q_REGS ? BLOCK_Q : 1]; /* the lagging maxima. If Q stays here, they lie behind its rows */
+        factor q[Q_REGS ? 8 : BLOCK_Q * (PITCH + (SWIZZLES ? STATE : 0))];
+        float maxima[Q_REGS ? BLOCK_Q : 1]; /* the lagging maxima. If Q stays here, they lie in the state of a row */
     };
 
+    /* Four floats of a row, behind the row of Q. Behind all rows, if they are not padded. */
+    DEVICE float *state(int row) {
+        return (float *)(SWIZZLES ? q + BLOCK_Q * PITCH + row * STATE : q + row * PITCH + HEAD_DIM);
+    }
+    /* Is V searched for NaN and inf? If rows are padded, the word lies behind a row of K. */
+    DEVICE int &is_careful() { return *(int *)(SWIZZLES ? (factor *)(state(0) + 3) : k[0] + HEAD_DIM); }
     /* P of the step before lies behind this struct, if other warps read it. */
     DEVICE factor *p() { return (factor *)(this + 1); }
-    DEVICE float &maximum(int row) { return Q_REGS ? maxima[row] : *(float *)(q + row * PITCH + HEAD_DIM); }
+    DEVICE float &maximum(int row) { return Q_REGS ? maxima[row] : state(row)[0]; }
     /* What a warp tells the warps that share its rows: a maximum or a sum of its keys. */
-    DEVICE float &part(int row, int idx) { return ((float *)(q + row * PITCH + HEAD_DIM))[1 + idx]; }
+    DEVICE float &part(int row, int idx) { return state(row)[1 + idx]; }
 };
 
 /* Loads key tiles one after the other, from the last one down. */
@@ -96,12 +110,16 @@ struct key_loader : tile_loader<BLOCK_KV> {
         load_rows(to, stride, num_own);
         from -= BLOCK_KV * stride;
     }
-    /* Does the same for piece i of NUM, where all rows exist. */
-    DEVICE void load_piece(int i, u32 to, long long stride, int num_own) {
-        tile_loader::load_piece(i, to, stride, num_own > NONE + (1 << 29));
+    /* Does the same for piece i of NUM, where all rows exist, or the whole tile does not. */
+    DEVICE void load_piece(int i, u32 to, long long stride, int num_own, bool exists) {
+        load_piece_if(exists, i, to, stride, num_own > NONE + (1 << 29));
         if (i == NUM - 1) from -= BLOCK_KV * stride;
     }
 };
+
+/* Fragment c of a warp's O begins so many columns behind the warp's first column. Warps that share swizzled rows take
+ * turns of 32 columns. So the first column and these columns have no bit in common. */
+DEVICE constexpr int own_column_of(int c) { return SWIZZLES ? c / 4 * 64 + c % 4 * 8 : 8 * c; }
 
 /* P [16 BLOCKS, OWN_KEYS] of a warp, as first operands of 16 keys each. */
 typedef u32 weights[BLOCKS][N / 2][4];
@@ -131,8 +149,8 @@ DEVICE void add_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights_source 
             if (SPLIT > 1 && i % PAIRS == 0)
 #pragma unroll
                 for (int m = 0; m < BLOCKS; m++)
-                    ldmatrix_x4(a[i / PAIRS % PLACES][m], p.row + (16 * m * P_PITCH + 16 * (i / PAIRS)) * BYTES);
-            ldmatrix_x4_trans(b, v + (16 * (i / PAIRS) * PITCH + 16 * (i % PAIRS)) * BYTES);
+                    ldmatrix_x4(a[i / PAIRS % PLACES][m], moved<P_PITCH>(p.row, 16 * m, 16 * (i / PAIRS)));
+            ldmatrix_x4_trans(b, moved(v, 16 * (i / PAIRS), own_column_of(i % PAIRS * 2)));
         },
         [&](const u32(&b)[4], int i) {
             const int k = i / PAIRS, c = i % PAIRS * 2;
@@ -183,8 +201,9 @@ DEVICE void add_seen_values(float (&o)[BLOCKS][OWN_COLUMNS][4], const weights &p
     }
 }
 
-/* The same with P in shared memory. The rows of P and of the sequence begin at `rows` and at `row`. */
-DEVICE void add_seen_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *rows, const factor *v,
+/* The same with P in shared memory. The rows of P and of the sequence begin at `rows` and at `row`, and the warp's
+ * columns at `column`. */
+DEVICE void add_seen_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *rows, const factor *v, int column,
                             const fa_cuda_problem &p, const sequence &s, int row, int first) {
 #pragma unroll 1
     for (int j = 0; j < BLOCK_KV; j++)
@@ -192,25 +211,28 @@ DEVICE void add_seen_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *ro
         for (int r = 0; r < 2 * BLOCKS; r++) {
             const int own = 8 * r + lane() / 4, i = row + own, key = first + j;
             if (i >= s.len_q || key < first_key_of_window(p, s, i) || key >= end_key_of_window(p, s, i)) continue;
-            const float weight = cvt_f32(rows[own * P_PITCH + j]);
+            const float weight = cvt_f32(rows[own * P_PITCH + swizzled(own, j)]);
 #pragma unroll
             for (int c = 0; c < OWN_COLUMNS; c++) {
                 float x[2];
-                unpack_x2<factor>(*(const u32 *)(v + j * PITCH + column_of(c)), x[0], x[1]);
+                const int left = swizzled(j, column + own_column_of(c)) + 2 * (lane() % 4);
+                unpack_x2<factor>(*(const u32 *)(v + j * PITCH + left), x[0], x[1]);
                 o[r / 2][c][r % 2 * 2] += weight * x[0], o[r / 2][c][r % 2 * 2 + 1] += weight * x[1];
             }
         }
 }
 
-/* Stores P of a warp's keys for the warps that share its rows. */
-DEVICE void store_weights(factor *rows, const weights &p) {
-    u32 *row = (u32 *)(rows + lane() / 4 * P_PITCH + 2 * (lane() % 4));
+/* Stores P of a warp's keys, which begin at own_key, for the warps that share its rows. */
+DEVICE void store_weights(factor *rows, const weights &p, int own_key) {
+    const int row = lane() / 4, left = 2 * (lane() % 4);
 #pragma unroll
-    for (int m = 0; m < BLOCKS; m++)
+    for (int k = 0; k < N / 2; k++)
 #pragma unroll
-        for (int k = 0; k < N / 2; k++)
+        for (int i = 0; i < 4; i++) {
+            factor *first = rows + row * P_PITCH + swizzled(row, own_key + 16 * k + 8 * (i / 2)) + left;
 #pragma unroll
-            for (int i = 0; i < 4; i++) row[(8 * m + 4 * (i % 2)) * P_PITCH + 8 * k + 4 * (i / 2)] = p[m][k][i];
+            for (int m = 0; m < BLOCKS; m++) *(u32 *)(first + (16 * m + 8 * (i % 2)) * P_PITCH) = p[m][k][i];
+        }
 }
 
 /* ---- softmax --------------------------------------------------------------------------------------------------- */
@@ -251,24 +273,25 @@ DEVICE void find_largest(float (&largest)[BLOCKS][2], const float (&s)[BLOCKS][N
     for (int r = 0; r < 2 * BLOCKS; r++) largest[r / 2][r % 2] = quad_max(largest[r / 2][r % 2]);
 }
 
-/* Makes the largest of a thread's scores the largest of the rows, whose keys other warps have, too. All threads call
- * this function. */
-DEVICE void share_largest(shared_memory &shared, int own_row, int part, float (&largest)[BLOCKS][2], bool sees) {
-    if (sees)
+/* The warps that share rows meet at a barrier of their own. Returns whether x is true in one of their threads. */
+DEVICE bool meet(bool x) { return bar_red_or(1 + warp() / SPLIT, 32 * SPLIT, x); }
+
+/* Makes the largest of a thread's scores the largest of the rows, whose keys other warps have, too. These warps call
+ * this function together. */
+DEVICE void share_largest(shared_memory &shared, int own_row, int part, float (&largest)[BLOCKS][2]) {
 #pragma unroll
-        for (int r = 0; r < 2 * BLOCKS; r++) {
-            const float own = quad_max(largest[r / 2][r % 2]);
-            if (lane() % 4 == 0) shared.part(own_row + 8 * r + lane() / 4, part) = own;
-        }
-    __syncthreads();
-    if (sees)
+    for (int r = 0; r < 2 * BLOCKS; r++) {
+        const float own = quad_max(largest[r / 2][r % 2]);
+        if (lane() % 4 == 0) shared.part(own_row + 8 * r + lane() / 4, part) = own;
+    }
+    meet(false);
 #pragma unroll
-        for (int r = 0; r < 2 * BLOCKS; r++) {
-            float &x = largest[r / 2][r % 2];
-            x = -INF;
+    for (int r = 0; r < 2 * BLOCKS; r++) {
+        float &x = largest[r / 2][r % 2];
+        x = -INF;
 #pragma unroll
-            for (int i = 0; i < SPLIT; i++) x = fmaxf(x, shared.part(own_row + 8 * r + lane() / 4, i));
-        }
+        for (int i = 0; i < SPLIT; i++) x = fmaxf(x, shared.part(own_row + 8 * r + lane() / 4, i));
+    }
 }
 
 /* Does a score exceed its lagging maximum by too much, or is a score NaN, or has a row no maximum yet? */
@@ -366,9 +389,10 @@ DEVICE bool is_too_large(const float (&sums)[BLOCKS][2]) {
 }
 
 /* Plain steps load piece i of `num` beside product place_of_load of `parts`. With one stage a tile must come before the
- * barrier in the middle of the step. */
+ * barrier in the middle of the step. Where warps share rows and there are two stages, all loads lie beside the first
+ * half of S = Q K^T: ptxas moves no ldmatrix above a cp.async, and would make all exponentials before O += P V. */
 DEVICE constexpr int place_of_load(int i, int num, int parts) {
-    return Q_REGS || (STAGES == 1 && SPLIT == 1) ? 0 : STAGES == 1 ? i : i * parts / num;
+    return Q_REGS || (STAGES == 1 && SPLIT == 1) ? 0 : STAGES == 1 ? i : i * parts / (num * SPLIT);
 }
 
 /* Steps without a mask at the tensors' ends have a text of their own. With softcap, ALiBi or dropout the second text
@@ -415,16 +439,36 @@ DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, 
 #pragma unroll
             for (int c = 0; c < OWN_COLUMNS; c++) o[c][2 * half] = o[c][2 * half + 1] = 0;
     }
-    store_rows((const float (&)[4 * OWN_COLUMNS]) o, weights,
-               (element::output *)p.o.data + query_offset(p.o, s, 0, head) + column, p.o.stride_row, row, s.len_q,
-               p.d - column);
+    constexpr int AT_ONCE = SWIZZLES ? 4 : OWN_COLUMNS;
+#pragma unroll
+    for (int c = 0; c < OWN_COLUMNS; c += AT_ONCE) {
+        const int left = column + own_column_of(c);
+        store_rows((const float (&)[4 * AT_ONCE]) o[c], weights,
+                   (element::output *)p.o.data + query_offset(p.o, s, 0, head) + left, p.o.stride_row, row, s.len_q,
+                   p.d - left);
+    }
 }
 
-/* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence. */
-DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
+/* Does O hold NaN? Two infinities may count as NaN, too. */
+DEVICE bool has_nan(const float (&o)[BLOCKS][OWN_COLUMNS][4]) {
+    float sums[4] = {};
+#pragma unroll
+    for (int m = 0; m < BLOCKS; m++)
+#pragma unroll
+        for (int c = 0; c < OWN_COLUMNS; c++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[e] += o[m][c][e];
+    const float sum = sums[0] + sums[1] + (sums[2] + sums[3]);
+    return sum != sum;
+}
+
+/* Computes rows [first_row, first_row + BLOCK_Q) of one head of one sequence. A hidden NaN or inf of V makes NaN of the
+ * thread's O. If there may be such a NaN, the function returns true. Then all rows must be computed again with
+ * IS_CAREFUL. */
+DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
     const int head_kv = head / (p.h / p.h_kv);
     const int part = SPLIT > 1 ? uniform(warp() % SPLIT) : 0, own_key = part * OWN_KEYS;
-    const int own_column = part * (8 * OWN_COLUMNS);
+    const int own_column = part * (SWIZZLES ? 32 : 8 * OWN_COLUMNS);
     const int own_row = WARP_ROWS * uniform(warp() / SPLIT), warp_row = first_row + own_row;
     const tile_walk keys = keys_of(p, s, first_row, min(first_row + BLOCK_Q, s.len_q) - 1);
     /* The keys that the warp's rows see. */
@@ -457,13 +501,15 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     /* Addresses in shared memory. Without pins ptxas would compute them anew in each step. */
     const u32 base = uniform(smem_address(&shared)), own_piece = pinned(key_loader::piece_of(base));
     const auto address = [&](const void *place) { return base + (u32)((const char *)place - (const char *)&shared); };
-    const auto in_rows = [&](u32 tile, int pitch) { /* the lane's rows of tiles that ldmatrix reads so: Q, P and V */
-                                                    const int l = laneid();
-                                                    return tile + (l % 16 * pitch + l / 16 * 8) * BYTES;
+    /* The lane's rows of tiles that ldmatrix reads so: Q, P and V. */
+    const auto in_rows = [&](u32 tile, int pitch) {
+        const int l = laneid();
+        return tile + (l % 16 * pitch + swizzled(l, l / 16 * 8)) * BYTES;
     };
-    const auto in_keys = [&](u32 tile) { /* and of K */
-                                         const int l = laneid();
-                                         return tile + ((l / 16 * 8 + l % 8) * PITCH + l / 8 % 2 * 8) * BYTES;
+    /* The lane's rows of K. */
+    const auto in_keys = [&](u32 tile) {
+        const int l = laneid();
+        return tile + ((l / 16 * 8 + l % 8) * PITCH + swizzled(l, l / 8 % 2 * 8)) * BYTES;
     };
     const auto k_place = [&](int step) { return address(shared.k[step % STAGES]) - base; };
     const auto v_place = [&](int step) { return address(shared.v[step % STAGES]) - base; };
@@ -494,18 +540,19 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             load_operands(q_regs, shared.q_once + own_row * PITCH);
         }
     }
-    /* In a plain step all rows of the CTA see all keys of this step and of the step before, and all tiles to load exist
-     * as a whole. */
+    /* In a plain step all rows of the CTA see all keys, and all tiles to load exist as a whole. */
     const bool has_all_rows = first_row + BLOCK_Q <= s.len_q;
-    const int plain_begin = max(1, ceil_div(first_of(0) + BLOCK_KV - keys.full_end, BLOCK_KV) + 1);
-    const int plain_end = has_all_rows ? uniform(min(walk.num - 1, (first_of(0) - keys.full_begin) / BLOCK_KV + 1)) : 0;
+    const int plain_begin = uniform(max((int)IS_LATE, ceil_div(first_of(0) + BLOCK_KV - keys.full_end, BLOCK_KV)));
+    const int plain_end = has_all_rows && !shared.is_careful()
+                              ? uniform(min(walk.num, (first_of(0) - keys.full_begin) / BLOCK_KV + 1))
+                              : 0;
 
     bool has_probs = false, has_large = false;
 #pragma unroll 1
     for (int step = 0; walk.exists(step - IS_LATE); step++) {
         const int v_step = step - IS_LATE; /* P V of this step is added */
         const factor *k = shared.k[step % STAGES], *v = shared.v[STAGES == 1 ? 0 : (v_step + 2) % 2];
-        const u32 v_at = rows_at(v + own_column);
+        const u32 v_at = SWIZZLES ? rows_at(v) ^ own_column * BYTES : rows_at(v + own_column);
         const weights_source last = {probs, SPLIT > 1 ? in_rows(address(p_rows), P_PITCH) : 0};
         float scores[BLOCKS][N][4], sums[BLOCKS][2], largest[BLOCKS][2];
         u32 kept[BLOCKS] = {};
@@ -531,14 +578,16 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         };
         /* Does V of v_step hold NaN or inf, and does some row not see all its keys? */
         const auto hides_nan_or_inf = [&] {
-            return v_step >= 0 && is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end) &&
+            return shared.is_careful() && v_step >= 0 &&
+                   is_partial<BLOCK_KV>(first_of(v_step), keys.full_begin, keys.full_end) &&
                    uniform(has_nan_or_inf<BLOCK_KV>(v));
         };
         /* The usual step. If is_usual is false afterwards, P is not made yet. */
         const auto take_step = [&](auto kind) {
             constexpr bool IS_PLAIN = decltype(kind)::value;
+            const bool has_next = walk.exists(step + 1);
             wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the last step */
-            if (SPLIT > 1 && (IS_PLAIN || has_probs)) store_weights(p_rows + own_key, probs);
+            if (SPLIT > 1 && !STORES_EARLY && (IS_PLAIN || has_probs)) store_weights(p_rows, probs, own_key);
             /* Plain steps load K and V piece by piece beside products. */
             constexpr int NUM = key_loader::NUM, S_PARTS = K_STEPS * N / 2, PV_PARTS = BLOCK_KV / 16 * OWN_COLUMNS / 2;
             const auto load_beside_s = [&](int i) {
@@ -547,10 +596,10 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 for (int j = 0; j < ALL; j++)
                     if (IS_PLAIN && i == place_of_load(j, ALL, S_PARTS)) {
                         if (STAGES == 2 && j < NUM)
-                            next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own);
+                            next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own, has_next);
                         else
                             next_v.load_piece(j % NUM, own_piece + v_place(STAGES == 1 ? v_step : v_step + 1),
-                                              p.v.stride_row, num_own);
+                                              p.v.stride_row, num_own, STAGES == 1 || IS_LATE || has_next);
                     }
                 if (IS_PLAIN && i == S_PARTS - 1) cp_async_commit_group();
             };
@@ -558,7 +607,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
 #pragma unroll
                 for (int j = 0; j < NUM; j++)
                     if (IS_PLAIN && STAGES == 1 && i == place_of_load(j, NUM, PV_PARTS))
-                        next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own);
+                        next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own, has_next);
                 if (IS_PLAIN && STAGES == 1 && i == PV_PARTS - 1) cp_async_commit_group();
             };
             if (!IS_PLAIN) {
@@ -582,7 +631,8 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                         lags = lags_behind(largest, rows, scale_log2);
                     }
                     cp_async_wait_group<0>();
-                    lags = __syncthreads_or(lags); /* V and P have come, too, and all warps have read K */
+                    /* V and P have come, too, and all warps have read K */
+                    if (__syncthreads_or(lags)) lags = meet(lags);
                 } else {
                     wait_for_tiles<0>(); /* V has come, and all warps have read K */
                 }
@@ -595,6 +645,10 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 is_exact = hides_nan_or_inf();
                 is_usual = is_usual && !is_exact;
             }
+            if (STORES_EARLY && !TRIES_FIRST && sees) {
+                find_own_largest(largest, scores);
+                lags = meet(lags_behind(largest, rows, scale_log2));
+            }
             if (SPLIT > 1) is_usual = is_usual && !lags;
             if (!TRIES_FIRST && SPLIT == 1) {
                 if (sees) find_largest(largest, scores);
@@ -602,10 +656,16 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             }
             if (is_usual) {
                 softmax<true>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept, load_beside_pv);
-                if (TRIES_FIRST && __any_sync(WHOLE_WARP, is_too_large(sums))) {
+                bool is_too_late = TRIES_FIRST && is_too_large(sums);
+                if (STORES_EARLY)
+                    is_too_late = meet(is_too_late); /* and all warps of these rows have read P of the step before */
+                else if (TRIES_FIRST)
+                    is_too_late = __any_sync(WHOLE_WARP, is_too_late);
+                if (is_too_late) {
                     is_usual = has_probs = false; /* P V has been added, and P is made again */
                 } else {
                     add_sums();
+                    if (STORES_EARLY) store_weights(p_rows, probs, own_key);
                 }
             } else if (IS_PLAIN && STAGES == 1) {
                 load_k(step + 1);
@@ -618,7 +678,7 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             take_step(any_step());
         const auto add = [&] {
             if (is_exact && SPLIT > 1) {
-                add_seen_shared(o, p_rows, v + own_column, p, s, warp_row, first_of(v_step));
+                add_seen_shared(o, p_rows, v, own_column, p, s, warp_row, first_of(v_step));
             } else if (is_exact) {
                 u32 counts[BLOCKS];
                 float unused[N][4] = {};
@@ -632,22 +692,26 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         };
         if (!is_usual) {
             if (IS_LATE && has_probs) add();
-            if (SPLIT > 1 && lags) share_largest(shared, own_row, part, largest, sees);
             if (sees) {
                 if (TRIES_FIRST) {
                     make_scores(any_step(), nothing);
                     find_largest(largest, scores);
                 }
-                if (SPLIT > 1 ? lags : TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
+                if (SPLIT > 1) share_largest(shared, own_row, part, largest);
+                if (TRIES_FIRST || __any_sync(WHOLE_WARP, lags_behind(largest, rows, scale_log2)))
                     has_large = __any_sync(WHOLE_WARP, raise(shared, own_row, rows, o, largest, scale_log2, part == 0));
                 softmax<false>(scores, probs, o, sums, rows, scale_log2, last, v_at, kept, nothing);
                 add_sums();
+                if (STORES_EARLY) store_weights(p_rows, probs, own_key);
                 if (!IS_LATE) add();
             }
         }
         has_probs = sees;
     }
 
+    /* Keys behind the last key are zeros in shared memory, so they are not hidden. */
+    const bool is_doubtful =
+        !shared.is_careful() && (walk.first(0) < keys.full_begin || keys.full_end < keys.end) && has_nan(o);
     if (SPLIT > 1) {
 #pragma unroll
         for (int r = 0; r < 2 * BLOCKS; r++) {
@@ -662,27 +726,37 @@ DEVICE void attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
         finish_block(p, s, head, warp_row + 16 * m, own_column, o[m], rows[m], shared, own_row + 16 * m, unit, sink);
+    return is_doubtful;
 }
+
+/* x / by, which is smaller than 2^31. A division of 64 bits takes several hundred clocks. */
+DEVICE int quotient(long long x, int by) { return x >> 32 ? (int)(x / by) : (int)((u32)x / (u32)by); }
 
 /* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows of a
  * causal mask. Packed calls have further tasks for the rows that belong to no sequence. A task of a sequence that is
  * longer than max_seqlen does several tiles. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_cuda_problem p) {
-    extern __shared__ __align__(16) char memory[];
+    extern __shared__ __align__(128) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const bool is_packed = p.cu_seqlens_q != nullptr;
     const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles;
     for (long long task = blockIdx.x; task < num_tasks; task += gridDim.x) {
-        const int tile = p.num_tiles - 1 - (int)(task % p.num_tiles);
-        const int head = (int)(task / p.num_tiles % p.h), b_idx = (int)(task / p.num_tiles / p.h);
+        const int row_of_tiles = quotient(task, p.num_tiles); /* of one head of one sequence */
+        const int tile = p.num_tiles - 1 - (int)(task - (long long)row_of_tiles * p.num_tiles);
+        const int b_idx = row_of_tiles / p.h, head = row_of_tiles - b_idx * p.h;
         if (b_idx == p.b) {
             fill_unowned_rows(p, head, clamp(p.cu_seqlens_q[p.b], 0, p.total_q) + tile, p.num_tiles);
             continue;
         }
         const sequence s = sequence_at(p, b_idx);
         for (int row = tile * BLOCK_Q; row < s.len_q; row += p.num_tiles * BLOCK_Q) {
-            attend(p, shared, s, head, row);
-            __syncthreads(); /* all warps have read Q, K and V */
+            bool is_doubtful = false;
+            do {
+                if (threadIdx.x == 0) shared.is_careful() = is_doubtful;
+                __syncthreads();
+                is_doubtful = attend(p, shared, s, head, row);
+                is_doubtful = uniform(__syncthreads_or(is_doubtful)); /* all warps have read Q, K and V */
+            } while (is_doubtful);
         }
     }
 }

@@ -116,6 +116,15 @@ template <> DEVICE void mma_m16n8k16<fp16>(float (&d)[4], const u32 (&a)[4], u32
  * threads that sync and the threads that only arrive. */
 DEVICE void bar_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void bar_arrive(u32 id, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+/* Does the same as bar_sync, and returns whether x is true in one of these threads. */
+DEVICE bool bar_red_or(u32 id, u32 threads, bool x) {
+    u32 y;
+    asm volatile("{.reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
+                 : "=r"(y)
+                 : "r"(id), "r"(threads), "r"((u32)x)
+                 : "memory");
+    return y;
+}
 
 /* One thread. *counter counts 0 .. last and begins again. The function returns the value before. A thread that counts
  * later sees this thread's earlier writes, and those of its CTA that a barrier has shown to this thread. [atom] */

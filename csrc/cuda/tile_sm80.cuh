@@ -67,7 +67,12 @@ template <int ROWS> struct tile_loader {
         else
             cp_async_16_if(left() < HEAD_DIM, dst, from + i * STEP * stride, has_columns);
     }
-    /* Does the same for all pieces. */
+    /* Does the same if the tile exists. Otherwise nothing is written. */
+    DEVICE void load_piece_if(bool exists, int i, u32 to, long long stride, bool has_columns) const {
+        cp_async_16_if((LANES == PIECES || left() < HEAD_DIM) && exists, to + i * STEP * PITCH * BYTES,
+                       from + i * STEP * stride, has_columns);
+    }
+    /* Does the same as load_piece for all pieces. */
     DEVICE void load(u32 to, long long stride, bool has_columns) const {
 #pragma unroll
         for (int i = 0; i < NUM; i++) load_piece(i, to, stride, has_columns);

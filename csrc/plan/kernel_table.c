@@ -132,8 +132,11 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 
 static const fa_row fwd_sm80_rows[] = {
 /* The struct shared_memory of attn_fwd_sm80.cu. Q has a place of its own, or comes to registers through that of V. P
- * has a place where warps share rows. */
-#define SHARED(d, rows, kv, stages, q_regs, split)                                                                  \
+ * has a place where warps share rows. Rows are padded, unless warps share rows and there are two stages. */
+#define SHARED(d, rows, kv, stages, q_regs, split)                                           \
+    ((split) > 1 && (stages) == 2 ? 2 * (d) * (4 * (kv) + (rows)) + (rows) * (16 + 2 * (kv)) \
+                                  : PADDED_SHARED(d, rows, kv, stages, q_regs, split))
+#define PADDED_SHARED(d, rows, kv, stages, q_regs, split)                                                           \
     (PADDED_ROW(d, 2) * ((q_regs) ? (stages) * (kv) + MOST((stages) * (kv), rows) : 2 * (stages) * (kv) + (rows)) + \
      ((q_regs) ? 4 * (rows) : 0) + ((split) > 1 ? PADDED_ROW(kv, 2) * (rows) : 0))
 #define FA_FWD_TILE_SM80(d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas)             \

@@ -36,6 +36,7 @@ void emulated_cp_async(void *dst, const void *src, unsigned bytes, bool is_prese
 void emulated_cp_async_commit_group(void);
 void emulated_cp_async_wait_group(int pending);
 void emulated_bar_sync(unsigned id, unsigned num_threads);
+int emulated_bar_red_or(unsigned id, unsigned num_threads, int x);
 void emulated_bar_arrive(unsigned id, unsigned num_threads);
 void emulated_cluster_sync(void);
 /* The shared memory of another CTA of the cluster. It may be written only between two barriers of the cluster. */
@@ -210,6 +211,7 @@ static inline u32 ld_acquire(const u32 *counter) {
     return *counter;
 }
 static inline void bar_sync(u32 id, u32 threads) { emulated_bar_sync(id, threads); }
+static inline bool bar_red_or(u32 id, u32 threads, bool x) { return emulated_bar_red_or(id, threads, x) != 0; }
 static inline void bar_arrive(u32 id, u32 threads) { emulated_bar_arrive(id, threads); }
 
 /* ptx_cluster.cuh and ptx_launch.cuh. Data arrives at once, and every CTA of the cluster waits for the data. */

@@ -10,7 +10,7 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { MOST_THREADS = 512, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 163 << 10, MOST_COPIES = 2048 };
+enum { MOST_THREADS = 512, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 227 << 10, MOST_COPIES = 2048 };
 
 typedef struct {
     unsigned x, y, z;
@@ -50,7 +50,7 @@ typedef struct {
     unsigned generation;
 } meeting;
 static meeting block_meeting, named_meetings[16];
-static int block_or[2];
+static int block_or[2], named_or[16][2];
 static struct {
     meeting meeting;
     char places[2][32][64];
@@ -106,17 +106,23 @@ static unsigned arrive(meeting *m, int num) {
 
 void emulated_syncthreads(void) { arrive(&block_meeting, (int)emulated_block_size.x); }
 
-int emulated_syncthreads_or(int x) {
-    const unsigned which = block_meeting.generation / 2 % 2; /* a call has two meetings; the next has another place */
-    block_or[which] |= x;
-    arrive(&block_meeting, (int)emulated_block_size.x);
-    const int result = block_or[which];
-    arrive(&block_meeting, (int)emulated_block_size.x);
-    block_or[which] = 0;
+static int arrive_or(meeting *m, int (*any)[2], int num, int x) {
+    const unsigned which = m->generation / 2 % 2; /* a call has two meetings; the next has another place */
+    (*any)[which] |= x;
+    arrive(m, num);
+    const int result = (*any)[which];
+    arrive(m, num);
+    (*any)[which] = 0;
     return result;
 }
 
+int emulated_syncthreads_or(int x) { return arrive_or(&block_meeting, &block_or, (int)emulated_block_size.x, x); }
+
 void emulated_bar_sync(unsigned id, unsigned num_threads) { arrive(&named_meetings[id], (int)num_threads); }
+
+int emulated_bar_red_or(unsigned id, unsigned num_threads, int x) {
+    return arrive_or(&named_meetings[id], &named_or[id], (int)num_threads, x);
+}
 
 void emulated_bar_arrive(unsigned id, unsigned num_threads) { join(&named_meetings[id], (int)num_threads); }
 
