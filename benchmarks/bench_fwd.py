@@ -7,6 +7,7 @@ when causal.
     python benchmarks/bench_fwd.py --rules turns       only in turns: half a minute
     python benchmarks/bench_fwd.py --packed            packed sequences beside dense ones of as many operations
     python benchmarks/bench_fwd.py --kernels ours FlexAttention --dims 128 --lengths 4096
+    python benchmarks/bench_fwd.py --kernels "ours dropout" "FA2 dropout" "ours softcap" "ours ALiBi"
 
 FlexAttention compiles for every problem first. This takes seconds, or one second if torch finds the cache of an earlier
 run. Writes fwd_<device>.csv (in turns) and fwd_sustained_<device>.csv, with --packed .._packed.csv, to the folder
@@ -29,13 +30,13 @@ def tensors(*shape):
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
 
 
-def sdpa(backend, shape, causal):
+def sdpa(backend, shape, causal, dropout=0.0):
     """Heads first, as strides of [b, s, h, d]."""
     heads_first = [x.transpose(1, 2) for x in tensors(*shape)]
 
     def call():
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*heads_first, is_causal=causal)
+            return F.scaled_dot_product_attention(*heads_first, is_causal=causal, dropout_p=dropout)
 
     return call
 
@@ -47,8 +48,12 @@ def flex(shape, causal):
     return partial(compiled_flex(), *heads_first, block_mask=mask)
 
 
-def dense(shape, causal):
-    return partial(flash_attn_func, *tensors(*shape), causal=causal)
+def dense(shape, causal, **options):
+    return partial(flash_attn_func, *tensors(*shape), causal=causal, **options)
+
+
+def alibi(shape, causal):
+    return dense(shape, causal, alibi_slopes=torch.rand(shape[2], device="cuda"))
 
 
 def packed(function, h, d, **options):
@@ -75,6 +80,10 @@ DENSE = {
     "cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     "FA2": partial(sdpa, SDPBackend.FLASH_ATTENTION),
     "FlexAttention": flex,
+    "ours dropout": partial(dense, dropout_p=0.1),
+    "FA2 dropout": partial(sdpa, SDPBackend.FLASH_ATTENTION, dropout=0.1),
+    "ours softcap": partial(dense, softcap=20.0),
+    "ours ALiBi": alibi,
 }
 
 
