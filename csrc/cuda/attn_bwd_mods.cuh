@@ -58,8 +58,8 @@ struct listed_queries {
     /* Twice the number of key tiles that add to query tile i before, plus 1 if none adds after. */
     DEVICE u32 share_at(int i) const { return list ? __ldg(ranks + (long long)i * pitch) : 0; }
 
-    /* Finds the list of a work tile, and loads what its head has. `kv_tile` comes in as the number of the work tile in the order of its head, and
-     * becomes its key tile. */
+    /* Finds the list of a work tile, and loads the values of its first query head. `kv_tile` comes in as the number of
+     * the work tile in the order of its head, and becomes its key tile. */
     DEVICE void find_list(const params &p, int b_idx, int head, int &kv_tile) {
         list = nullptr;
 #if FLEX_HEAD_VALUES

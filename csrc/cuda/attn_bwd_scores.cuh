@@ -307,7 +307,8 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
                                  const first_pair &at) {
 #if FLEX_ADDS
     /* One pass over the registers, behind the branch that hides pairs: the sums run beside the exponentials. A sum of
-     * a hidden pair that may be NaN would be NaN with -inf, too. There the branch comes behind the exponentials. */
+     * a hidden pair that may be NaN would be NaN with -inf, too. There the branch comes behind the exponentials. NOTE:
+     * an infinite slope makes NaN of hidden pairs. It makes NaN of a visible pair of distance 0 anyway. */
     const float factor = p.score_scale * p.scale_log2;
     if (FLEX_IS_FINITE && hides) hidden.set(s, -INF);
 #pragma unroll

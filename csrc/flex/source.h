@@ -35,7 +35,7 @@
  * is `grad` itself:
  *
  *   FLEX_HEAD_VALUES    macro: the number of floats that are loaded once for all pairs of a head
- *   FLEX_IS_FINITE      macro: 1 if nothing but an infinite float of a head, or a NaN, makes the sum infinite or NaN
+ *   FLEX_IS_FINITE      macro: 1 if the sum is finite where the floats of the head are
  *   DEVICE void flex_head_values(const flex_values &x, float *values, int b, int h);    loads them
  *   DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, int q_idx,
  *                              int kv_idx, int q_step, int kv_step);    start + log2 e times what the score_mod adds
