@@ -20,7 +20,7 @@ def _is_common(name, own, number, generation):
     not_of_3 += r"|^attn_(bwd|delta)_any.*_of3$"
     if of_3 if generation == 2 else re.search(not_of_3, name):
         return False
-    if (own or "_sm80_" in name) and re.search(r"_(local|score|dropout)", name):
+    if (own or "_sm80_" in name) and re.search(r"_(local|score|alibi|dropout)", name):
         return False
     if "_cache" in name and ("_causal" not in name or (generation == 2 and re.search(r"_d\d+v", name))):
         return False

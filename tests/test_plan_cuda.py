@@ -175,6 +175,15 @@ def test_kernel(plan, numbers, kernel):
         ({"pass": 1, "d": 40}, "attn_bwd_sm90_bf16_d64_q128kv128"),
         ({"pass": 1, "d": 72, "right": 0, "packed": 1}, "attn_bwd_sm90_bf16_d96_q64kv128_causal_varlen"),
         ({"pass": 1, "d": 104}, "attn_bwd_sm90_bf16_d128_q64kv128"),
+        ({"pass": 1, "d": 128, "alibi": 1}, "attn_bwd_sm90_bf16_d128_q64kv128_alibi"),  # alone, in the exponent
+        (
+            {"pass": 1, "d": 64, "alibi": 1, "right": 0, "packed": 1},
+            "attn_bwd_sm90_bf16_d64_q128kv128_causal_varlen_alibi",
+        ),
+        ({"pass": 1, "d": 128, "alibi": 1, "softcap": 5}, "attn_bwd_sm90_bf16_d128_q64kv128_score"),
+        ({"pass": 1, "d": 128, "alibi": 1, "scale": -1}, "attn_bwd_sm90_bf16_d128_q64kv128_score"),
+        ({"pass": 1, "d": 128, "alibi": 1, "dropout": 0.5}, "attn_bwd_sm90_bf16_d128_q64kv128_score_dropout"),
+        ({"pass": 1, "d": 256, "alibi": 1}, "attn_bwd_wide_sm90_bf16_d256_q64kv128_score"),
         ({"pass": 1, "d": 136, "left": 5}, "attn_bwd_wide_sm90_bf16_d160_q64kv128_local"),
         ({"pass": 1, "d": 160, "packed": 1}, "attn_bwd_wide_sm90_bf16_d160_q64kv128_varlen"),
         ({"pass": 1, "d": 168}, "attn_bwd_wide_sm90_bf16_d192_q64kv128"),

@@ -11,7 +11,7 @@ import flash_attn
 
 NAME = re.compile(
     r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+"
-    r"(_causal|_local)?(_varlen)?(_score)?(_cache)?(_dropout)?"
+    r"(_causal|_local)?(_varlen)?(_score)?(_cache)?(_dropout)?(_alibi)?"
 )
 DTYPES = ("bf16", "fp16")
 HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+(_varlen)?|flex_walks")
@@ -42,15 +42,16 @@ def test_every_kernel_has_a_name_and_a_row():
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]
     found = {tuple(NAME.fullmatch(name).groups()) for name in hopper}
-    of_fwd = [(m, v, s, c, d) for m in (None, "_causal", "_local") for v in (None, "_varlen") for s in (None, "_score")
-              for c in (None, "_cache") for d in (None, "_dropout")]  # fmt: skip
+    of_fwd = [(m, v, s, c, d, None) for m in (None, "_causal", "_local") for v in (None, "_varlen")
+              for s in (None, "_score") for c in (None, "_cache") for d in (None, "_dropout")]  # fmt: skip
     options = [o for o in of_fwd if not o[3]]
+    alone = [(*o[:5], "_alibi") for o in options if not (o[2] or o[4])]
     fwd = {("fwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128", "192", "256") for o in of_fwd}
-    bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128") for o in options}
+    bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128") for o in options + alone}
     wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("160", "192", "256") for o in options}
-    plain = [o for o in options if not o[-1]]  # v of another width is never dropped
+    plain = [o for o in options if not o[4]]  # v of another width is never dropped
     widths = ("64", "v128"), ("64", "v256"), ("192", "v128")
-    fwd |= {("fwd", t, *d, *o) for t in DTYPES for d in widths for o in of_fwd if not o[-1]}
+    fwd |= {("fwd", t, *d, *o) for t in DTYPES for d in widths for o in of_fwd if not o[4]}
     wide |= {("bwd_wide", t, "192", "v128", *o) for t in DTYPES for o in plain}
     fp8 = {("fwd_fp8", "e4m3", d, None, *o) for d in ("64", "128", "192", "256") for o in plain}
     assert found == fwd | bwd | wide | fp8

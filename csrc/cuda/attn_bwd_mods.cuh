@@ -47,6 +47,9 @@ struct listed_queries {
     const u32 *hidden; /* flex_hidden.cu, of this key tile */
     const u32 *ranks;  /* of this key tile: rank of the first query tile; the next is `pitch` words behind */
     int pitch;
+#if FLEX_HEAD_VALUES
+    head_values of_head; /* of the first query head */
+#endif
 
     DEVICE bool has_list() const { return list != nullptr; }
     DEVICE int entry_at(int place) const {
@@ -55,10 +58,13 @@ struct listed_queries {
     /* Twice the number of key tiles that add to query tile i before, plus 1 if none adds after. */
     DEVICE u32 share_at(int i) const { return list ? __ldg(ranks + (long long)i * pitch) : 0; }
 
-    /* Finds the list of a work tile. `kv_tile` comes in as the number of the work tile in the order of its head, and
-     * becomes its key tile. */
+    /* Finds the list of a work tile, and loads the values of its first query head. `kv_tile` comes in as the number of
+     * the work tile in the order of its head, and becomes its key tile. */
     DEVICE void find_list(const params &p, int b_idx, int head, int &kv_tile) {
         list = nullptr;
+#if FLEX_HEAD_VALUES
+        mods(p.flex, p.values, b_idx, head).load_head(of_head);
+#endif
         if (!FLEX_BLOCKS || !p.flex.walks) return;
         const long long mask = (long long)(b_idx % p.flex.mask_b) * p.flex.mask_h + head % p.flex.mask_h;
         const int q_tiles = ceil_div(p.len_q, BLOCK_Q);

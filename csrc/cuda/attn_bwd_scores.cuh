@@ -11,6 +11,7 @@
 #define FLEX_SCORE  0
 #define FLEX_FACTOR 0
 #define FLEX_PARTS  0
+#define FLEX_ADDS   0
 #endif
 #if FLEX
 #include "attn_bwd_captures.cuh"
@@ -163,6 +164,17 @@ DEVICE place place_of(const tile &t, int q_tile) {
             q_tile * BLOCK_Q + 2 * (thread % 4) + t.len_kv - t.len_q, t.len_kv};
 }
 
+#if FLEX
+/* This thread's first row and key of a step, in their sequence. */
+struct first_pair {
+    int row, key;
+};
+DEVICE first_pair pair_of(const tile &t, int q_tile) {
+    const int thread = threadIdx.x - 128;
+    return {q_tile * BLOCK_Q + 2 * (thread % 4), first_key(t) + thread % (2 * KEYS) / 32 * 16 + thread % 32 / 4};
+}
+#endif
+
 /* Computes the scores of 16 rows from `first` on. `factor` becomes d S / d (scale q.k). */
 DEVICE void change_scores(float *s, float (&factor)[8], const params &p, const place &at, int first,
                           const score_head &q_head) {
@@ -229,8 +241,8 @@ struct hidden_pairs {
 
     /* Looks at a step of this entry, and says whether there may be such a pair. Whole warp. */
     DEVICE bool find(const params &p, const tile &t, const mods &mod, int entry) {
-        const place at = place_of(t, query_tile_of(entry));
-        const int row = at.row - (t.len_kv - t.len_q); /* this thread's first row */
+        const first_pair at = pair_of(t, query_tile_of(entry));
+        const int row = at.row;
         const int rows_left = p.len_q - row, keys_left = p.len_kv - at.key;
         const bool reaches_end = (query_tile_of(entry) + 1) * BLOCK_Q > p.len_q || first_key(t) + KEYS > p.len_kv;
         const block_kind kind = kind_of(entry);
@@ -262,11 +274,28 @@ struct hidden_pairs {
         return true;
     }
     DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+    DEVICE void set(float (&s)[S_REGS], float value) const {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++)
+            if (has(i)) s[i] = value;
+    }
 };
 
 /* Rounds a score such that the 24 bits of a weight and its rest hold the nearest number. NOTE: the last bit is set, so
  * that a score never lies in the middle of two numbers of bf16. The rest of such a number has the wrong sign. */
 DEVICE float rounded_score(float x) { return __uint_as_float(__float_as_uint(x) + 0x80 | 1); }
+
+/* Returns what the score_mod takes from memory for a head of a work tile. */
+DEVICE head_values values_of(const params &p, const tile &t, const mods &mod) {
+    head_values of_head = {};
+#if FLEX_HEAD_VALUES
+    if (p.heads_per_tile == 1)
+        of_head = t.of_head;
+    else
+        mod.load_head(of_head);
+#endif
+    return of_head;
+}
 
 /* Computes P in 16 bits, for dV, with the user's functions. `s` becomes the weights of dS: the exact P, times the
  * derivative of the score_mod. With KEEPS_SCORES `s` becomes the scores before the score_mod.
@@ -274,21 +303,32 @@ DEVICE float rounded_score(float x) { return __uint_as_float(__float_as_uint(x) 
  * NOTE: the user's functions are computed for hidden pairs, too. A condition would become a branch of each register,
  * with the loads of captures behind the branch. */
 DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
-                                 const tile &t, const mods &mod, const hidden_pairs &hidden, bool hides, int q_tile) {
-    const place at = place_of(t, q_tile);
-    const int row = at.row - (t.len_kv - t.len_q);
+                                 const mods &mod, const head_values &of_head, const hidden_pairs &hidden, bool hides,
+                                 const first_pair &at) {
+#if FLEX_ADDS
+    /* One pass over the registers, behind the branch that hides pairs: the sums run beside the exponentials. A sum of
+     * a hidden pair that may be NaN would be NaN with -inf, too. There the branch comes behind the exponentials. NOTE:
+     * an infinite slope makes NaN of hidden pairs. It makes NaN of a visible pair of distance 0 anyway. */
+    const float factor = p.score_scale * p.scale_log2;
+    if (FLEX_IS_FINITE && hides) hidden.set(s, -INF);
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) {
+        const int i_step = row_of(i), j_step = 8 * key_of(i);
+        const float added = mod.exponent(of_head, -lse[stat_of(i)], at.row + i_step, at.key + j_step, i_step, j_step);
+        s[i] = ex2(fmaf(s[i], factor, added));
+    }
+    if (!FLEX_IS_FINITE && hides) hidden.set(s, 0);
+#pragma unroll
+    for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<element>(s[2 * i], s[2 * i + 1]);
+#else
 #pragma unroll
     for (int i = 0; i < S_REGS && !FLEX_FACTOR; i++)
-        if (FLEX_SCORE) s[i] = mod.score(__fmul_rn(s[i], p.score_scale), row + row_of(i), at.key + 8 * key_of(i));
-    if (!FLEX_FACTOR && hides) {
-#pragma unroll
-        for (int i = 0; i < S_REGS; i++)
-            if (hidden.has(i)) s[i] = -INF;
-    }
+        if (FLEX_SCORE) s[i] = mod.score(__fmul_rn(s[i], p.score_scale), at.row + row_of(i), at.key + 8 * key_of(i));
+    if (!FLEX_FACTOR && hides) hidden.set(s, -INF);
     float probs[2];
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) {
-        const int query = row + row_of(i), key = at.key + 8 * key_of(i);
+        const int query = at.row + row_of(i), key = at.key + 8 * key_of(i);
         float x = s[i], score = x;
         if (FLEX_FACTOR) {
             x = __fmul_rn(x, p.score_scale);
@@ -306,13 +346,31 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
             s[i] = FLEX_FACTOR && score == -INF ? prob : weight;
         }
     }
+#endif
+}
+#endif
+
+/* ALiBi alone, without softcap and dropout, in the exponent: 2^(c S - (lse + slope log2 e |distance|)). */
+struct alibi_bias {
+    float slope;    /* times log2 e */
+    float distance; /* of this thread's first row and key; the sums for other pairs are exact */
+
+    DEVICE float lse_of(float lse, int i) const {
+        return fmaf(slope, fabsf(distance + (float)(row_of(i) - 8 * key_of(i))), lse);
+    }
+};
+#if ALIBI
+DEVICE alibi_bias bias_of(const params &p, const tile &t, int q_tile, int head_in_group) {
+    const place at = place_of(t, q_tile);
+    const float slope = p.heads_per_tile == 1 ? t.slope : slope_of(p, t.b_idx, t.first_head + head_in_group);
+    return {slope * LOG2_E, (float)(at.row - at.key)};
 }
 #endif
 
 /* Computes P in 16 bits, for dV. `s` becomes the weights of dS: the exact P, times softcap's derivative. A weight's
  * sign bit is set where dropout drops the element. */
 DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
-                         const tile &t, int q_tile, int head, bool is_masked) {
+                         const tile &t, int q_tile, int head, bool is_masked, const alibi_bias &bias = {}) {
     if constexpr (!WEIGHTED) {
         if (is_masked) {
             const place at = place_of(t, q_tile);
@@ -320,7 +378,8 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
             for (int g = 0; g < S_REGS / 8; g++) mask_scores(s + 8 * g, p, at, 16 * g);
         }
 #pragma unroll
-        for (int i = 0; i < S_REGS; i++) s[i] = ex2(fmaf(s[i], p.scale_log2, -lse[stat_of(i)]));
+        for (int i = 0; i < S_REGS; i++)
+            s[i] = ex2(fmaf(s[i], p.scale_log2, -(ALIBI ? bias.lse_of(lse[stat_of(i)], i) : lse[stat_of(i)])));
 #pragma unroll
         for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<element>(s[2 * i], s[2 * i + 1]);
     } else {
@@ -406,8 +465,8 @@ template <class kept_of_register>
 DEVICE void differentiate_by_mods(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, const float *lse,
                                   const params &p, const tile &t, const mods &mod, const hidden_pairs &hidden,
                                   int q_tile, sums_of_step &sums, kept_of_register kept) {
-    const place at = place_of(t, q_tile);
-    const int row = at.row - (t.len_kv - t.len_q);
+    const first_pair at = pair_of(t, q_tile);
+    const int row = at.row;
     const auto weight = [&](int i) {
         const float x = kept(i);
         if (!KEEPS_SCORES) return x;
@@ -455,7 +514,7 @@ struct step_mods {
     }
     DEVICE void exponentiate(float (&S)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                              const tile &t) const {
-        exponentiate_by_mods(S, lse, P, p, t, mod, hidden, hides, query_tile_of(entry));
+        exponentiate_by_mods(S, lse, P, p, mod, values_of(p, t, mod), hidden, hides, pair_of(t, query_tile_of(entry)));
     }
     DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, const float *lse,
                               const params &p, const tile &t, sums_of_step &sums, const float (&kept)[S_REGS]) const {

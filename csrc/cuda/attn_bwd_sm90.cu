@@ -51,7 +51,7 @@
 #error "tiles: HEAD_DIM columns, D_V of V and dO, BLOCK_Q query rows, BLOCK_KV keys"
 #endif
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
-#error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
+#error "variant: BF16 or fp16; CAUSAL, LOCAL, VARLEN, SCORE softcap and ALiBi, ALIBI alone, DROPOUT, FLEX: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_bwd_sm90
@@ -210,6 +210,10 @@ DEVICE u32 early(u32 x) {
     return (u32)y;
 }
 
+/* With a sum in the exponent the lse is loaded when S is there, and not before. So its registers are free for what the
+ * sum needs. */
+constexpr bool LOADS_LSE_LATE = FLEX_ADDS;
+
 /* This function is one warpgroup. With IS_GROUPED a work tile may have several query heads. */
 template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = KEEPS_ADDRESSES ? kept(threadIdx.x % 32) : threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -268,7 +272,7 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
 
                 /* wait Q: S = K Q^T */
                 mbarrier_wait(&s.q_full[r.stage], r.parity);
-                load_stats(lse, s.lse[r.stage], lane);
+                if (!LOADS_LSE_LATE) load_stats(lse, s.lse[r.stage], lane);
 #if FLEX
                 const int last_word = word, next_word = s.words.steps[r.stage];
 #else
@@ -293,11 +297,24 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 hidden_pairs hidden;
                 const bool hides = FLEX_HIDDEN ? hidden.load(t, entry) : hidden.find(p, t, mod, entry);
 #endif
+#if FLEX /* computed while S is on its way */
+                first_pair at = pair_of(t, query_tile_of(entry));
+                if (FLEX_SCORE) pin(at.row), pin(at.key);
+                const head_values of_head = values_of(p, t, mod);
+#endif
+#if ALIBI /* loaded while S is on its way */
+                const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
+                const alibi_bias bias = bias_of(p, t, q_tile, head_in_group);
+#endif
                 /* S is there: P */
                 wgmma_wait_group<1>(S);
+                if (LOADS_LSE_LATE) load_stats(lse, s.lse[r.stage], lane);
                 if (TAKES_TURNS) bar_sync(BAR_TURN + wg, 256);
 #if FLEX
-                exponentiate_by_mods(S, lse, P, p, t, mod, hidden, hides, query_tile_of(entry));
+                exponentiate_by_mods(S, lse, P, p, mod, of_head, hidden, hides, at);
+#elif ALIBI
+                const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
+                exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked, bias);
 #else
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
@@ -440,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
         /* A separate instance for one head gives 1 to 2%. With more options the instance would double the spills. */
-        if (HEAD_DIM > 64 || SCORE || DROPOUT || FLEX || p.heads_per_tile > 1)
+        if (HEAD_DIM > 64 || SCORE || ALIBI || DROPOUT || FLEX || p.heads_per_tile > 1)
             consume<true>(p, s, wg - 1);
         else
             consume<false>(p, s, wg - 1);

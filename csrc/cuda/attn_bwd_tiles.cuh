@@ -8,6 +8,9 @@
 #include "attn_bwd_slabs.cuh"
 #include "walk.cuh"
 
+#ifndef ALIBI
+#define ALIBI 0 /* of a kernel that has ALiBi only with SCORE */
+#endif
 #ifndef FLEX
 #define FLEX 0 /* of a kernel that does not know a user's functions */
 #endif
@@ -53,11 +56,16 @@ struct tile : listed_queries {
     int slab_head, slab; /* head number of the first query head, and the sequence's first slab */
     int q_row_0, q_batch;   /* coordinates of the sequence's row 0 in the maps of q and dO */
     int kv_row_0, kv_batch; /* the same in the maps of k and v */
+#if ALIBI
+    float slope; /* of the first query head */
+#endif
 
     /* Does this key tile begin or complete the sum of dQ of query tile i? `share` is that of listed_queries. */
     DEVICE bool begins_sum(u32 share, int i) const { return has_list() ? share / 2 == 0 : i >= first_begin; }
     DEVICE bool ends_sum(u32 share, int i) const { return has_list() ? (bool)(share % 2) : i < last_end; }
 };
+
+DEVICE float slope_of(const params &p, int b_idx, int head) { return p.alibi_slopes[b_idx * p.alibi_stride_b + head]; }
 
 /* first_key returns this CTA's first key of a work tile, in its sequence. */
 DEVICE int cluster_rank() { return CTAS > 1 ? blockIdx.x % CTAS : 0; }
@@ -164,6 +172,9 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
         t.first_head = t.slab_head - t.b_idx * p.h, t.slab = 0;
     }
     t.find_list(p, t.b_idx, t.first_head, t.kv_tile);
+#if ALIBI
+    t.slope = slope_of(p, t.b_idx, t.first_head);
+#endif
 
     const interval seen = queries_of(p, t.kv_tile, t.len_q, t.len_kv);
     t.queries.begin = seen.begin, t.queries.end = seen.end;

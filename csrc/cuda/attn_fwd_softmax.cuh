@@ -33,14 +33,18 @@ DEVICE void change_scores(float (&S)[S_REGS], const params &p, const score_head 
         float unused;
 #pragma unroll
         for (int i = 0; i < S_REGS; i++) S[i] = score.capped(S[i], unused);
-    } else {
-#pragma unroll
-        for (int i = 0; i < S_REGS; i++) S[i] *= p.score_scale;
     }
+    const float scale = p.softcap > 0 ? 1 : p.score_scale;
     if (p.alibi_slopes) {
+        /* Only one pair's distance is converted. The sums for the others are exact, and pairs of a diagonal share
+         * one. */
+        const float distance = (float)(diagonal - first_key);
 #pragma unroll
         for (int i = 0; i < S_REGS; i++)
-            S[i] = score.biased(S[i], q_head, diagonal + 8 * row_of(i), first_key + column_of(i));
+            S[i] = fmaf(S[i], scale, -q_head.slope * fabsf(distance + (float)(8 * row_of(i) - column_of(i))));
+    } else if (!(p.softcap > 0)) {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++) S[i] *= scale;
     }
 }
 

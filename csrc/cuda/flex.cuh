@@ -15,6 +15,14 @@ typedef flex_sums mod_sums;
 struct mod_sums {};
 #endif
 
+#if !FLEX_ADDS
+#define FLEX_HEAD_VALUES 0
+#endif
+/* What the sum in an exponent takes from memory for a head. */
+struct head_values {
+    float x[FLEX_HEAD_VALUES > 0 ? FLEX_HEAD_VALUES : 1];
+};
+
 /* The kind of all tiles if there is no block mask. */
 constexpr block_kind KIND_WITHOUT_BLOCKS = FLEX_MASK ? PARTIAL_BLOCK : FULL_BLOCK;
 
@@ -41,6 +49,16 @@ struct mod_functions {
         return x;
 #endif
     }
+
+#if FLEX_ADDS
+    DEVICE void load_head(head_values &of_head) const { flex_head_values(values, of_head.x, b_idx, head); }
+
+    /* Returns start + log2 e (score - scale q.k). The pair is one of many of a thread, and i_step and j_step are
+     * constants: the thread's first pair is that of i - i_step and j - j_step. */
+    DEVICE float exponent(const head_values &of_head, float start, int i, int j, int i_step, int j_step) const {
+        return flex_exponent(values, of_head.x, start, b_idx, head, first + i, j, i_step, j_step);
+    }
+#endif
 
     /* Returns the gradient of scale q.k from the gradient of the score, and adds to the gradients of captures. */
     DEVICE float derivative(mod_sums &sums, float x, float grad, int i, int j) const {

@@ -133,6 +133,8 @@ DEVICE long long flex_int_from(double x) {
 
 /* ---- floats ----------------------------------------------------------------------------------------------------- */
 
+#define FLEX_LOG2_E 1.44269504088896340736f
+
 /* A NaN of either operand is the result. */
 template <class T> DEVICE T flex_minimum(T a, T b) { return a != a || a < b ? a : b; }
 template <class T> DEVICE T flex_maximum(T a, T b) { return a != a || a > b ? a : b; }

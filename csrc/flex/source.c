@@ -109,6 +109,7 @@ typedef struct {
     const fa_flex_trait *traits;    /* of each instruction of a derivative */
     int32_t words;                  /* where the program's words begin */
     bool is_wide;
+    bool has_steps; /* of flex_exponent: the text has q_step and kv_step, and traits are those of the score_mod */
 } writer;
 
 static bool is_op(const fa_flex_instruction *x, fa_flex_op op) { return x->op == op; }
@@ -226,15 +227,40 @@ static void put_load(const writer *w, const fa_flex_instruction *x) {
     put(w->t, ")%s", loads[dtype].after);
 }
 
+/* Does a value change by the same from one pair to another, whichever they are? */
+static bool has_constant_steps(const writer *w, int32_t idx) {
+    return w->has_steps && w->traits[idx].is_linear && !is_of_head(w->p, idx);
+}
+
+static bool is_small(const writer *w, int32_t idx) {
+    return is_narrow(w, idx) && w->bounds[idx].lo >= -FA_FLEX_SMALL && w->bounds[idx].hi <= FA_FLEX_SMALL;
+}
+
+/* The float of a small integer. With steps only one of many pairs has a conversion, and the others have a sum, which is
+ * exact. */
+static void put_float_of_small(const writer *w, int32_t idx) {
+    const fa_flex_instruction *x = &w->p->instructions[idx];
+    if (has_constant_steps(w, idx)) {
+        const fa_flex_trait *trait = &w->traits[idx];
+        put(w->t, "flex_float_of_small(v%d - (%d * q_step + %d * kv_step)) + (float)(%d * q_step + %d * kv_step)", idx,
+            trait->of_q, trait->of_kv, trait->of_q, trait->of_kv);
+    } else if (w->has_steps && (is_op(x, FA_FLEX_abs) || is_op(x, FA_FLEX_neg)) && is_small(w, x->operand[0])) {
+        put(w->t, is_op(x, FA_FLEX_abs) ? "flex_abs(" : "-(");
+        put_float_of_small(w, x->operand[0]);
+        put(w->t, ")");
+    } else {
+        put(w->t, "flex_float_of_small(v%d)", idx);
+    }
+}
+
 static void put_convert(const writer *w, const fa_flex_instruction *x, const char *type) {
     const int32_t from = x->operand[0];
     if (x->type == FA_FLEX_BOOL)
         put(w->t, "v%d != 0", from);
     else if (x->type == FA_FLEX_I64 && w->p->instructions[from].result >= FA_FLEX_F32)
         put(w->t, "(%s)flex_int_from(v%d)", type, from);
-    else if (x->type == FA_FLEX_F32 && is_narrow(w, from) && w->bounds[from].lo >= -FA_FLEX_SMALL &&
-             w->bounds[from].hi <= FA_FLEX_SMALL)
-        put(w->t, "flex_float_of_small(v%d)", from);
+    else if (x->type == FA_FLEX_F32 && is_small(w, from))
+        put_float_of_small(w, from);
     else
         put(w->t, "(%s)v%d", type, from);
 }
@@ -537,6 +563,162 @@ static void put_parts(const writer *w, uint8_t *is_needed) {
     put(w->t, "}\n\n");
 }
 
+/* ---- scores with something added --------------------------------------------------------------------------------- */
+
+/* A score_mod may be the score plus terms that do not depend on the score. The walk through such a program goes from
+ * the result to the score. */
+typedef struct {
+    int32_t idx;  /* the score, with the terms that are not yet taken */
+    int32_t term; /* the value of the term taken last */
+    bool is_subtracted;
+} sum_walk;
+
+static bool reads_score(const fa_flex_program *p, int32_t idx) {
+    return p->instructions[idx].depends & FA_FLEX_ON_SCORE;
+}
+
+/* Takes a term. Returns false if there is none: idx is the score, or the rest is no such sum. */
+static bool take_term(const fa_flex_program *p, sum_walk *walk) {
+    const fa_flex_instruction *x = &p->instructions[walk->idx];
+    if ((!is_op(x, FA_FLEX_add) && !is_op(x, FA_FLEX_sub)) || x->result != FA_FLEX_F32) return false;
+    const int32_t first = x->operand[0], second = x->operand[1];
+    if (reads_score(p, first) && !reads_score(p, second))
+        *walk = (sum_walk){first, second, is_op(x, FA_FLEX_sub)};
+    else if (is_op(x, FA_FLEX_add) && !reads_score(p, first) && reads_score(p, second))
+        *walk = (sum_walk){second, first, false};
+    else
+        return false;
+    return true;
+}
+
+static bool is_sum_with_score(const fa_flex_program *p) {
+    sum_walk walk = {p->num_instructions - 1, 0, false};
+    while (take_term(p, &walk)) continue;
+    const fa_flex_instruction *x = &p->instructions[walk.idx];
+    return is_op(x, FA_FLEX_score) && x->result == FA_FLEX_F32;
+}
+
+/* A term as a product of two values. NOTE: the factor of a head comes first, and is multiplied by log2 e. So log2 e
+ * costs no instruction of a pair. is_negative: the product is subtracted. */
+typedef struct {
+    int32_t of_head, other; /* of_head -1: 1 */
+    bool is_negative;
+} term_product;
+
+static term_product product_of(const fa_flex_program *p, const sum_walk *walk) {
+    term_product product = {-1, walk->term, walk->is_subtracted};
+    const fa_flex_instruction *x = &p->instructions[walk->term];
+    for (; is_op(x, FA_FLEX_neg); x = &p->instructions[product.other])
+        product = (term_product){-1, x->operand[0], !product.is_negative};
+    if (is_op(x, FA_FLEX_mul)) {
+        const int of_head = is_of_head(p, x->operand[0]) ? 0 : 1;
+        if (is_of_head(p, x->operand[of_head]))
+            product.of_head = x->operand[of_head], product.other = x->operand[1 - of_head];
+    }
+    return product;
+}
+
+/* Marks what the terms are computed from. */
+static void mark_terms(const fa_flex_program *p, uint8_t *is_needed) {
+    memset(is_needed, 0, (size_t)p->num_instructions);
+    for (sum_walk walk = {p->num_instructions - 1, 0, false}; take_term(p, &walk);) {
+        const term_product product = product_of(p, &walk);
+        is_needed[product.other] = 1;
+        if (product.of_head >= 0) is_needed[product.of_head] = 1;
+    }
+}
+
+/* Marks what the marked instructions need, but not what the values of a head need. Returns the number of such values.
+ */
+static int mark_pairs(const fa_flex_program *p, uint8_t *is_needed, const uint8_t *is_of_head) {
+    int num = 0;
+    for (int32_t idx = p->num_instructions - 1; idx >= 0; idx--) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        if (!is_needed[idx]) continue;
+        num += is_of_head[idx];
+        for (int i = 0; i < x->num_operands && !is_of_head[idx]; i++) is_needed[x->operand[i]] = 1;
+    }
+    return num;
+}
+
+/* Marks the values of a head: floats that only b and h choose, and that come from memory. They are loaded once for all
+ * pairs. There is room for few of them. Returns the number of those that the terms need. */
+static int mark_head_values(const fa_flex_program *p, uint8_t *is_loaded, uint8_t *is_needed) {
+    enum { MOST = 4 };
+    for (int32_t idx = 0; idx < p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        is_loaded[idx] = is_op(x, FA_FLEX_gather);
+        for (int i = 0; i < x->num_operands; i++) is_loaded[idx] |= is_loaded[x->operand[i]];
+    }
+    for (int32_t idx = 0; idx < p->num_instructions; idx++)
+        is_loaded[idx] &= p->instructions[idx].result == FA_FLEX_F32 && is_of_head(p, idx);
+    mark_terms(p, is_needed);
+    const int num = mark_pairs(p, is_needed, is_loaded);
+    if (num <= MOST) return num;
+    memset(is_loaded, 0, (size_t)p->num_instructions);
+    return 0;
+}
+
+/* Are the sums of finite values finite, whatever the indices? is_needed: all that the terms are computed from. */
+static bool is_finite(const fa_flex_program *p, const uint8_t *is_needed) {
+    for (int32_t idx = 0; idx < p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        if (!is_needed[idx] || x->result < FA_FLEX_F32 || is_of_head(p, idx)) continue;
+        switch ((fa_flex_op)x->op) {
+        case FA_FLEX_convert:
+        case FA_FLEX_where:
+        case FA_FLEX_add:
+        case FA_FLEX_sub:
+        case FA_FLEX_mul:
+        case FA_FLEX_neg:
+        case FA_FLEX_abs:
+        case FA_FLEX_minimum:
+        case FA_FLEX_maximum: break;
+        default: return false; /* an element of a table may be anything */
+        }
+    }
+    return true;
+}
+
+/* Writes flex_head_values and flex_exponent of such a score_mod. The arrays have a flag for each instruction. */
+static void put_exponent(const writer *w, uint8_t *is_needed, uint8_t *is_value) {
+    const fa_flex_program *p = w->p;
+    const int32_t num = p->num_instructions;
+    put(w->t, "#define FLEX_HEAD_VALUES %d\n", mark_head_values(p, is_value, is_needed));
+    mark_terms(p, is_needed);
+    mark_pairs(p, is_needed, is_value);
+    put(w->t, "#define FLEX_IS_FINITE   %d\n\n", is_finite(p, is_needed));
+    for (int32_t idx = 0; idx < num; idx++) is_value[idx] &= is_needed[idx];
+    memcpy(is_needed, is_value, (size_t)num);
+    mark_operands(p, is_needed);
+    put(w->t, "DEVICE void flex_head_values(const flex_values &x, float *values, int b, int h) {\n");
+    put_needed(w, is_needed);
+    int place = 0;
+    for (int32_t idx = 0; idx < num; idx++)
+        if (is_value[idx]) put(w->t, "    values[%d] = v%d;\n", place++, idx);
+    put(w->t, "}\n\n"
+              "DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, "
+              "int q_idx, int kv_idx, int q_step, int kv_step) {\n");
+    mark_terms(p, is_needed);
+    mark_pairs(p, is_needed, is_value);
+    place = 0;
+    for (int32_t idx = 0; idx < num; idx++) {
+        if (is_value[idx])
+            put(w->t, "    const float v%d = values[%d];\n", idx, place++);
+        else if (is_needed[idx])
+            put_instruction(w, idx);
+    }
+    for (sum_walk walk = {num - 1, 0, false}; take_term(p, &walk);) {
+        const term_product product = product_of(p, &walk);
+        const char *sign = product.is_negative ? "-" : "";
+        if (product.of_head >= 0)
+            put(w->t, "    start = fmaf(%sFLEX_LOG2_E * v%d, v%d, start);\n", sign, product.of_head, product.other);
+        else
+            put(w->t, "    start = fmaf(%sFLEX_LOG2_E, v%d, start);\n", sign, product.other);
+    }
+    put(w->t, "    return start;\n}\n\n");
+}
+
 /* ---- functions --------------------------------------------------------------------------------------------------- */
 
 typedef enum { SCORE, MASK, DERIVATIVE } part;
@@ -612,19 +794,20 @@ static bool has_factor(const fa_flex_program *p, const fa_flex_trait *traits) {
     return reads_score || !fa_flex_passes_gradient(p);
 }
 
-/* words: those of flex_values that belong to earlier programs. p NULL: there is no such program. */
+/* words: those of flex_values that belong to earlier programs. p NULL: there is no such program. traits: of a
+ * derivative, or of a score_mod that gets flex_exponent. */
 static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t words, bool is_wide,
                              const fa_flex_trait *traits, fa_error *err) {
     if (!p) return FA_OK;
     fa_status status = check(p, of, err);
     if (status != FA_OK) return status;
     const size_t num = (size_t)p->num_instructions;
-    fa_flex_interval *bounds = malloc(num * sizeof *bounds + num);
+    fa_flex_interval *bounds = malloc(num * sizeof *bounds + 3 * num);
     if (!bounds) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
-    uint8_t *is_exact = (uint8_t *)(bounds + num);
+    uint8_t *is_exact = (uint8_t *)(bounds + num), *is_needed = is_exact + num;
     fa_flex_bound_always(p, is_wide ? INT32_MAX : FA_FLEX_SMALL - 1, is_wide ? INT64_MAX : FA_FLEX_MOST_PARAM, bounds);
     mark_exact(p, is_exact);
-    const writer w = {t, p, bounds, is_exact, traits, words, is_wide};
+    writer w = {t, p, bounds, is_exact, traits, words, is_wide, false};
     if (of == DERIVATIVE) {
         status = put_derivative(&w, err);
     } else {
@@ -633,6 +816,10 @@ static fa_status put_program(text *t, const fa_flex_program *p, part of, int32_t
                             "int kv_idx) {\n");
         put_body(&w, of);
         if (of == MASK) put_bounds(&w);
+        if (of == SCORE && traits) {
+            w.has_steps = true;
+            put_exponent(&w, is_needed, is_needed + num);
+        }
     }
     free(bounds);
     return status;
@@ -642,22 +829,29 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
                          bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **out, fa_error *err) {
     const size_t words = fa_flex_values_bytes(score, mask, derivative) / sizeof(int64_t);
     const int32_t of_score = program_words(score), of_mask = program_words(mask);
-    fa_flex_trait *traits = derivative ? fa_flex_traits(derivative) : NULL;
+    fa_flex_trait *traits = derivative ? fa_flex_traits(derivative) : NULL, *of_adder = NULL;
     text t = {0};
     *out = NULL;
     if (derivative && !traits) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
+    const bool has_factors = derivative && has_factor(derivative, traits);
+    const bool adds = score && derivative && !has_factors && is_sum_with_score(score);
+    if (adds && !(of_adder = fa_flex_traits(score))) {
+        free(traits);
+        return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
+    }
     put(&t, "#include \"flex_values.cuh\"\n\n");
     put(&t,
         "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n"
         "#define FLEX_FACTOR     %d\n#define FLEX_PARTS      %d\n#define FLEX_HIDDEN     %d\n"
-        "#define FLEX_MAX        %d\n#define FLEX_BLOCKS     %d\n\n",
-        score != NULL, mask != NULL, derivative != NULL, derivative && has_factor(derivative, traits),
-        num_parts(derivative), has_hidden, has_max, !no_blocks);
+        "#define FLEX_MAX        %d\n#define FLEX_BLOCKS     %d\n#define FLEX_ADDS       %d\n\n",
+        score != NULL, mask != NULL, derivative != NULL, has_factors, num_parts(derivative), has_hidden, has_max,
+        !no_blocks, adds);
     put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
-    fa_status status = put_program(&t, score, SCORE, 0, is_wide, NULL, err);
+    fa_status status = put_program(&t, score, SCORE, 0, is_wide, of_adder, err);
     if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, is_wide, NULL, err);
     if (status == FA_OK) status = put_program(&t, derivative, DERIVATIVE, of_score + of_mask, is_wide, traits, err);
     free(traits);
+    free(of_adder);
     if (status == FA_OK && t.is_lost) status = fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     if (status != FA_OK) {
         free(t.data);

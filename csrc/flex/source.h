@@ -8,6 +8,7 @@
  *   FLEX_HIDDEN                               macro: has_hidden; other kernels have looked at the mask before
  *   FLEX_MAX                                  macro: has_max; the kernel stores the largest score of each row
  *   FLEX_BLOCKS                               macro: 0 if no_blocks; Hopper's kernel then knows no block mask
+ *   FLEX_ADDS                                 macro: 1 if there is flex_exponent
  *   FLEX_SUMS                                 macro: the number of members of flex_sums
  *
  *   struct flex_values { long long words[...]; };    captures and parameters; a kernel parameter of plain words
@@ -29,6 +30,18 @@
  *   DEVICE constexpr flex_kind flex_kind_of(int part);                    which pairs share an element (scatters.h)
  *   template <int PART> DEVICE auto flex_place_of(const flex_values &x, int b, int h, int q_idx, int kv_idx);
  *   template <int PART, class T> DEVICE void flex_add_part(const flex_values &x, T place, float value);
+ *
+ * With FLEX_ADDS, for the backward of a score_mod that is the score plus something of the indices, and whose derivative
+ * is `grad` itself:
+ *
+ *   FLEX_HEAD_VALUES    macro: the number of floats that are loaded once for all pairs of a head
+ *   FLEX_IS_FINITE      macro: 1 if the sum is finite where the floats of the head are
+ *   DEVICE void flex_head_values(const flex_values &x, float *values, int b, int h);    loads them
+ *   DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, int q_idx,
+ *                              int kv_idx, int q_step, int kv_step);    start + log2 e times what the score_mod adds
+ *
+ * A thread calls flex_exponent for many pairs, at steps of constants from one pair at (q_idx - q_step, kv_idx -
+ * kv_step). Integers that are linear in the indices become floats once for all of these pairs.
  *
  * flex_derivative adds to the gradients of captures by atomicAdd, where what it adds is not 0. The overload with `sums`
  * keeps gradients of elements that only b and h choose in registers. The thread adds them to memory by flex_add_sums

@@ -28,7 +28,7 @@ static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_p
 const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { MOST_WALKS_BYTES = 256 << 20 };
     const unsigned features = fa_cuda_features(p) | (fa_has_mods(p) ? FA_FLEX : 0u);
-    const unsigned wanted = features & ~(unsigned)FA_DTYPES;
+    const unsigned with_alibi = fa_has_alibi_alone(p) ? (features & ~(unsigned)FA_SCORE) | FA_ALIBI : features;
     const char *why = fa_why_not_of_3(p, FA_OTHER_D_V);
     if (!why && p->flex) why = fa_why_not_mods_of_sm90(p, sizeof(fa_attn_bwd_params));
     if (!why && p->flex) why = fa_why_not_captures_of_sm90(p);
@@ -42,8 +42,8 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     NEEDS(fa_suits_16_bytes(p), FA_16_BYTES_REASON);
 
     fa_family_id id = FA_BWD_SM90;
-    int row = first_row(p, id, wanted, plan);
-    if (row < 0) row = first_row(p, id = FA_BWD_WIDE_SM90, wanted, plan);
+    int row = first_row(p, id, with_alibi & ~(unsigned)FA_DTYPES, plan);
+    if (row < 0) row = first_row(p, id = FA_BWD_WIDE_SM90, features & ~(unsigned)FA_DTYPES, plan);
     NEEDS(row >= 0, "it has no tile for this head dimension");
     NEEDS(id == FA_BWD_SM90 || !fa_has_masks_in_groups(p),
           "above 128 columns it takes one block mask for all query heads of a key head");
@@ -59,7 +59,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
 
     plan->gpu.family = id;
     plan->gpu.row = row;
-    plan->gpu.features = features;
+    plan->gpu.features = id == FA_BWD_SM90 ? with_alibi : features;
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = fa_bwd_workspace_at(p, plan) + w.bytes;

@@ -10,7 +10,12 @@
 #include "flex/wide.h"
 #include "system/hash.h"
 
-bool fa_changes_scores(const fa_problem *p) { return p->softcap > 0 || p->alibi_slopes || !(p->scale >= 1e-37); }
+static bool is_scaled_plainly(const fa_problem *p) { return p->scale >= 1e-37; }
+bool fa_changes_scores(const fa_problem *p) { return p->softcap > 0 || p->alibi_slopes || !is_scaled_plainly(p); }
+
+bool fa_has_alibi_alone(const fa_problem *p) {
+    return p->alibi_slopes && !(p->softcap > 0) && !(p->dropout_p > 0) && !p->flex && is_scaled_plainly(p);
+}
 
 const char *fa_why_not_of_3(const fa_problem *p, unsigned knows) {
     const struct {

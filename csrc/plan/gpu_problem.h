@@ -15,6 +15,9 @@
  * is no normal float. Such a scale may become 0, and 0 times the -inf of a masked score is NaN. */
 bool fa_changes_scores(const fa_problem *problem);
 
+/* Is ALiBi all that happens to the scores and to P? Then it fits in the exponent of a backward. */
+bool fa_has_alibi_alone(const fa_problem *problem);
+
 /* Hopper's kernels compute softcap tanh(x / softcap) as a difference of two numbers as large as softcap. Above this
  * softcap, the error of a score would exceed 1e-4. */
 #define FA_HOPPERS_SOFTCAP 1000

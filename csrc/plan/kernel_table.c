@@ -112,6 +112,7 @@ const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row) {
 /* gpu_bwd.c takes the first row that fits. Each head dimension has one row for each set of features. */
 static bool bwd_sm90_chooses(int row, unsigned features) {
     (void)row;
+    if (features & FA_ALIBI && features & (FA_SCORE | FA_DROPOUT)) return false;
     return !(features & FA_FLEX); /* the functions of a call belong to such a kernel */
 }
 
@@ -359,7 +360,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                                     BWD_FILES, FLEX_FILES, "attn_bwd_captures.cuh", PROBLEM_FILES),
                      .arch = 90,
                      .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
-                     .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
+                     .knows = FA_ALL_FEATURES | FA_FLEX | FA_ALIBI | FA_IN_BF16,
                      .takes_mods = true,
                      .rows = bwd_sm90_rows,
                      .num_rows = NUM_ROWS(bwd_sm90_rows),

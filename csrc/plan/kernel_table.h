@@ -16,7 +16,8 @@
         X(CACHE, 128, "_cache"),    /* keys lie in a KV cache, in pages or in rows of their own */            \
         X(DROPOUT, 16, "_dropout"), /* dropout of the probabilities */                                        \
         X(OF_3, 512, "_of3"),       /* generic kernels: what flash-attn 3 adds */                             \
-        X(FLEX, 1024, "_flex")      /* programmable attention (flex/flex.h) */
+        X(FLEX, 1024, "_flex"),     /* programmable attention (flex/flex.h) */                                \
+        X(ALIBI, 2048, "_alibi")    /* ALiBi as the only option of the scores, in kernels that know it */
 
 /* The bits of the dtype. fp16 has none of them. */
 #define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64), X(E4M3, 256)

@@ -155,8 +155,8 @@ static long num_pairs;
 static void check_step(const tile &t, int entry, int head) {
     emulated_thread.x = 128 + below(256), emulated_block.x = below(CTAS);
     const mods mod(p.flex, p.values, t.b_idx, head);
-    const place at = place_of(t, query_tile_of(entry));
-    const int row = at.row - (t.len_kv - t.len_q);
+    const first_pair at = pair_of(t, query_tile_of(entry));
+    const int row = at.row;
     EXPECT(row / BLOCK_Q == query_tile_of(entry) && at.key / BLOCK_KV == t.kv_tile);
     hidden_pairs hidden;
     const bool hides = hidden.find(p, t, mod, entry);
@@ -168,7 +168,7 @@ static void check_step(const tile &t, int entry, int head) {
     }
     for (int i = 0; i < STAT_REGS; i++) lse[i] = below(9) ? (float)below(100) / 20 + 5 : INFINITY;
     u32 P[P_REGS], W[P_REGS], rest[REST_REGS];
-    exponentiate_by_mods(s, lse, P, p, t, mod, hidden, hides, query_tile_of(entry));
+    exponentiate_by_mods(s, lse, P, p, mod, values_of(p, t, mod), hidden, hides, at);
     for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<weight_type>(s[2 * i], s[2 * i + 1]);
     split_weights(s, WEIGHTED ? W : P, rest);
     for (int i = 0; i < S_REGS; i++, num_pairs++) {

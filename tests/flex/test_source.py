@@ -1,6 +1,7 @@
 """CUDA C texts of programs, compiled for the CPU, against flex_evaluate and the oracle of derivatives."""
 
 import ctypes
+import math
 import random
 import shutil
 import subprocess
@@ -226,6 +227,58 @@ def test_derivatives_have_their_programs_values(keeps_sums, tmp_path):
     run_all(made, tmp_path, outs, [score] * len(made), grad, begin, f"flex_derivative({arguments})", end)
     for make, each, got in zip(SCORES, derivatives, outs, strict=True):
         each.check(got, score, grad, make.__name__)
+
+
+SLOPES, TABLE, BY_QUERY = torch.tensor([0.5, -0.25, 3.0]), torch.randn(3, 80), torch.randn(7)
+ADDERS = {  # score_mods that are the score plus something: the number of values of a head, and is the sum finite?
+    "alibi": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), 1, True),
+    "distances": (lambda s, b, h, q, k: s + -(SLOPES[h] * 0.5) * (q - k).abs() * 2, 1, True),
+    "a negated distance": (lambda s, b, h, q, k: 0.1 * -(q - 2 * k + h).abs() + s, 0, True),
+    "several terms": (lambda s, b, h, q, k: (s + SLOPES[h]) - (k - 3) * 0.25 - SLOPES[b] * q.clamp(max=5), 2, True),
+    "a table": (lambda s, b, h, q, k: s + TABLE[h, q + k], 0, False),
+    "a row's value": (lambda s, b, h, q, k: s + SLOPES[h] * BY_QUERY[q], 1, False),
+    "a quotient": (lambda s, b, h, q, k: s - SLOPES[h] / (q + k + 1), 1, False),
+    "many values": (lambda s, b, h, q, k: s + sum(SLOPES[(h + i) % 3] * q for i in range(5)), 0, True),
+    "nothing": (lambda s, b, h, q, k: s + 0.0, 0, True),
+}
+
+
+def source_of_gradients(mod):
+    program, tensors, numbers = tracer.program_of(mod, torch.float32)
+    text, order = derivative_of(program)
+    taken = tuple(tensors[i] for i in order)
+    return flash_attn_2_cuda.flex_source((program.text, tensors, numbers), None, (text, taken, numbers), taken)
+
+
+def test_sums_in_exponents(tmp_path):
+    """What such a score_mod adds, at steps from another pair, against the score_mod's own text."""
+    made = {name: source_of_gradients(mod) for name, (mod, _, _) in ADDERS.items()}
+    for name, (text, _) in made.items():
+        assert f"#define FLEX_HEAD_VALUES {ADDERS[name][1]}\n" in text, name
+        assert f"#define FLEX_IS_FINITE   {int(ADDERS[name][2])}\n" in text, name
+    begin = "float values[4]; flex_head_values(*x, values, b, h);"
+    value = "flex_exponent(*x, values, 0.5f, b, h, q, k, q % 4, k % 16)"
+    outs, wants = ([torch.empty(SHAPE) for _ in made] for _ in range(2))
+    run_all(list(made.values()), tmp_path, outs, [None] * len(made), begin=begin, value=value)
+    run_all(list(made.values()), tmp_path, wants, [None] * len(made), value="flex_score(*x, 0, b, h, q, k)")
+    for name, out, want in zip(made, outs, wants, strict=True):
+        close(out.double(), 0.5 + want.double() / math.log(2), name, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: 2 * s + q,
+        lambda s, b, h, q, k: q - s,
+        lambda s, b, h, q, k: torch.where(q > k, s, s + 1),
+        lambda s, b, h, q, k: s + s.floor(),
+        lambda s, b, h, q, k: torch.tanh(s),
+        lambda s, b, h, q, k: s.double() + q,
+    ],
+)
+def test_other_scores_are_no_sums(mod):
+    text, _ = source_of_gradients(mod)
+    assert "#define FLEX_ADDS       0\n" in text and "flex_exponent" not in text
 
 
 def everything():

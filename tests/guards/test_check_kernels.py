@@ -107,12 +107,20 @@ MODS = """
 #define FLEX_HIDDEN 0
 #define FLEX_MAX 0
 #define FLEX_BLOCKS 1
+#define FLEX_ADDS (!FLEX_FACTOR)
+#define FLEX_HEAD_VALUES FLEX_ADDS
 struct flex_values { long long words[1]; };
 struct flex_sums {};
 #define INDICES int b, int h, int i, int j
 DEVICE float flex_factor(int i, int j) { return FLEX_FACTOR ? (float)((i + j) % 7 - 3) : 1; }
 DEVICE float flex_score(const flex_values &, float x, INDICES) {
     return x * flex_factor(i, j) - 0.01f * (float)((i + 3 * j + h + b) % 50);
+}
+DEVICE void flex_head_values(const flex_values &, float *values, int b, int h) { values[0] = (float)(h + b); }
+DEVICE float flex_exponent(const flex_values &x, const float *values, float start, INDICES, int i_step, int j_step) {
+    const bool is_of_thread = (i - i_step) % 2 == 0 && i_step < BLOCK_Q && (j - j_step) % 16 < 8;
+    if (!is_of_thread || values[0] != (float)(h + b)) return NAN;
+    return start + 1.44269504f * flex_score(x, 0, b, h, i, j);
 }
 DEVICE bool flex_mask(const flex_values &, INDICES) { return (i * 7 + j * 3 + h + b) % 5 != 0; }
 DEVICE float flex_derivative(const flex_values &, flex_sums &, float, float grad, INDICES) {
@@ -136,7 +144,8 @@ def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tm
     (tmp_path / "flex_mods.cuh").write_text(MODS)
     compile_emulation(tmp_path / "engine.o")
     compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", tmp_path]
-    for factor in (0, 1):
-        mods = ["-DFLEX=1", f"-DFLEX_FACTOR={factor}", c / "check_bwd_mods.cpp", tmp_path / "engine.o", "-rdynamic"]
+    for factor, is_finite in ((0, 0), (0, 1), (1, 0)):
+        options = ["-DFLEX=1", f"-DFLEX_FACTOR={factor}", f"-DFLEX_IS_FINITE={is_finite}"]
+        mods = [*options, c / "check_bwd_mods.cpp", tmp_path / "engine.o", "-rdynamic"]
         run(*compiler, *constants, *mods, "-o", tmp_path / "check_bwd_mods")
         assert "as they should be" in run(tmp_path / "check_bwd_mods")
