@@ -503,6 +503,82 @@ def test_errors_of_torch_name_the_mod():
     refused(refused_mod, NotImplementedError, "must not write")
 
 
+def test_reductions_of_one_element_and_of_none():
+    """A value may have no dimension, or a dimension of size 0."""
+    table = torch.randn(9, 3)
+
+    def one(score, b, h, i, j):
+        x = table[i, 2]
+        return score + x.sum() + x.amax(-1) + x.mean() + x.prod() + torch.where(x.any() & x.all(), x.amin(), 0.0)
+
+    def none(score, b, h, i, j):
+        rows = torch.stack([table[i][:0], table[j][:0]])
+        return score + rows.sum() + rows.prod() + rows.any() + rows.all() + rows.sum(1)[1] + rows.sum(0).sum()
+
+    def mean_of_none(score, b, h, i, j):
+        return score + table[i][:0].mean()
+
+    scores = torch.randn(1, 1, 9, 5)
+    x = table[:, 2:]
+    assert torch.allclose(evaluated(one, scores.shape, scores), scores + torch.where(x != 0, 5, 4) * x, atol=1e-5)
+    assert torch.allclose(evaluated(none, scores.shape, scores), scores + 2, atol=1e-5)
+    assert evaluated(mean_of_none, scores.shape, scores).isnan().all()
+
+
+def test_numbers_that_no_mod_can_use():
+    far = 2**63
+
+    def refused_mod(b, h, q, k):
+        return q < far
+
+    refused(refused_mod, OverflowError, "an integer of 65 bits; write a float")
+
+    def refused_mod(b, h, q, k):
+        return q + 2**70 > k
+
+    refused(refused_mod, OverflowError, "too big")
+
+    def refused_mod(b, h, q, k):
+        return 1j + q > k
+
+    refused(refused_mod, TypeError, "a mod cannot use a complex")
+
+    def refused_mod(b, h, q, k):
+        return q.float() & 1 > k
+
+    refused(refused_mod, TypeError, "bitwise_and with torch.float32")
+
+    def make(bound):
+        return lambda b, h, q, k: q < bound
+
+    assert create_mask(make(2**63 - 1), 1, 1, 3, 3, "cpu").all()
+    with pytest.raises(OverflowError, match="a mod cannot use an integer of more than 64 bits; write a float"):
+        create_mask(make(2**63), 1, 1, 3, 3, "cpu")
+
+
+FALLBACKS = """
+import sys, torch
+from flash_attn.flex_attention import create_mask
+
+table = torch.randn(9, 3)
+create_mask(lambda b, h, i, j: (i % 0 == j // 0) | (torch.fmod(i, 0) > (j + 1) ** -1), 1, 1, 4, 4, "cpu")
+create_mask(lambda b, h, i, j: i.to("cuda") > j.to(device="cuda:1", dtype=torch.int32), 1, 1, 4, 4, "cpu")
+for wrong in (lambda i: (table[i] + 1)[3], lambda i: table[i].sum(1), lambda i: table[i].to(torch.uint16)[0]):
+    try:
+        create_mask(lambda b, h, i, j: wrong(i) > 0, 1, 1, 4, 4, "cpu")
+        print("not refused")
+    except (IndexError, RuntimeError) as error:
+        assert "<string>, line" in str(error), error
+print(*(name for name in ("torch._dynamo", "sympy") if name in sys.modules))
+"""
+
+
+def test_what_the_cpu_refuses_needs_no_compiler():
+    """Divisions by a number 0, devices by name, and wrong indices."""
+    done = fresh_python.python(FALLBACKS)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
 def test_a_default_device_is_not_that_of_the_tracer():
     """A mod is traced with tensors on the CPU, whatever device PyTorch's factories have by default."""
     table, pairs = torch.randn(2, 40), torch.randn(40, 3)
