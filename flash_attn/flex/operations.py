@@ -36,9 +36,17 @@ class Call:
         The first operation on "meta" imports all of torch.compile, which takes seconds. So only large operations run
         there, and those that the CPU refuses.
         """
-        for x in _parts((self.args, self.kwargs)):
-            if isinstance(x, (Value, Capture, torch.Tensor)) and x.dtype not in TYPES:
-                self.trace.fail(f"a mod cannot use a tensor of dtype {x.dtype}")
+        dtypes = [x.dtype for x in _parts((self.args, self.kwargs)) if isinstance(x, (Value, Capture, torch.Tensor))]
+        for dtype in dtypes:
+            if dtype not in TYPES:
+                self.trace.fail(f"a mod cannot use a tensor of dtype {dtype}")
+        found = self._meta()
+        is_float = isinstance(found, torch.Tensor) and found.dtype.is_floating_point
+        if is_float and OPERATIONS[self.name] is not _convert and not any(x.is_floating_point for x in dtypes):
+            self.trace.guard_default_dtype()
+        return found
+
+    def _meta(self):
         is_small = sum(map(_elements, (*self.args, *self.kwargs.values()))) <= MOST_UNROLLED
         with torch._C.DisableTorchFunction():
             try:

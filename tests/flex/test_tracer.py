@@ -136,6 +136,17 @@ def test_closures_of_one_kind_are_traced_once():
     assert traces(run) == 1
 
 
+def test_new_codes_do_not_pile_up(monkeypatch):
+    """A mod whose source is compiled for each call has a new code each time."""
+    monkeypatch.setattr(tracer, "_MOST_CODES", 20)
+    for known in ("_programs_at", "_programs", "_places"):
+        monkeypatch.setattr(tracer, known, {})
+    for number in range(50):
+        mod = eval(f"lambda b, h, q, k: q - k < {number} + 3")
+        assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+        assert len(tracer._programs_at) <= 20 and len(tracer._programs) <= 20 and len(tracer._places) <= 20
+
+
 def test_another_kind_is_another_program():
     def compare(x):
         return lambda b, h, q, k: q >= k + x
@@ -338,13 +349,19 @@ def test_torchs_settings_and_missing_names_are_read_again():
     def of_dtype(b, h, q, k):
         return q >= k if torch.get_default_dtype() == torch.float32 else q <= k
 
+    def of_quotients(b, h, q, k):
+        return q / 10 + k / 10 == 0.3
+
+    def of_a_tensor(b, h, q, k):
+        return q.double() / 10 + torch.tensor(0.1) == k.double() / 10
+
     for _ in range(2):
-        check(of_grad_mode), check(of_dtype), check(_or_not)
+        check(of_grad_mode), check(of_dtype), check(of_quotients), check(of_a_tensor), check(_or_not)
         with torch.no_grad():
             check(of_grad_mode)
         torch.set_default_dtype(torch.float64)
         try:
-            check(of_dtype)
+            check(of_dtype), check(of_quotients), check(of_a_tensor)
         finally:
             torch.set_default_dtype(torch.float32)
         globals()["LATER_NAME"] = 3
