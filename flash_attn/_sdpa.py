@@ -39,15 +39,21 @@ def _num_arguments():
 
 @functools.cache
 def _promises():
-    """What PyTorch's fakes say: are the CPU's out, its gradients, and CUDA's gradients strided like the inputs?"""
-    aten, x = torch.ops.aten, torch.empty(2, 3, 5, 8, device="meta")
-    lse, rng = torch.empty(2, 3, 5, device="meta"), torch.empty(2, device="meta")
+    """What PyTorch's fakes say: are the CPU's out, its gradients, and CUDA's gradients strided like the inputs?
+
+    An op on "meta" imports sympy, which takes seconds. So the fakes themselves are called, with tensors of the CPU.
+    """
+    names = (_OPS[0], _OPS[1], _OPS[3])
+    ops, fakes = [getattr(torch.ops.aten, name) for name in names], getattr(torch._decomp, "meta_table", {})
+    is_known = all(op.default in fakes for op in ops)
+    device = "cpu" if is_known else "meta"
+    of_out, of_cpu, of_cuda = [fakes[op.default] for op in ops] if is_known else ops
+    x = torch.empty(2, 3, 5, 8, device=device)
+    lse, rng = torch.empty(2, 3, 5, device=device), torch.empty(2, device=device)
     with torch.no_grad():
-        out = aten._scaled_dot_product_flash_attention_for_cpu(x, x, x)[0]
-        cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward(x, x, x, x, x, lse, 0.0, False)[0]
-        cuda = aten._scaled_dot_product_flash_attention_backward(
-            x, x, x, x, x, lse, None, None, 5, 5, 0.0, False, rng, rng
-        )[0]
+        out = of_out(x, x, x)[0]
+        cpu = of_cpu(x, x, x, x, x, lse, 0.0, False)[0]
+        cuda = of_cuda(x, x, x, x, x, lse, None, None, 5, 5, 0.0, False, rng, rng)[0]
     return tuple(y.stride() == x.stride() for y in (out, cpu, cuda))
 
 

@@ -254,6 +254,31 @@ def test_promises_of_fakes(active):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 
+FIRST_CALLS = """
+import sys, torch, flash_attn
+q, k, v = torch.randn(3, 2, 4, 30, 16, requires_grad=True)
+with flash_attn.sdpa():
+    for options in ({"is_causal": True}, {"attn_mask": torch.rand(30, 30) > 0.3}):
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).sum().backward()
+flash_attn.register()
+print(*(name for name in ("torch._dynamo", "sympy") if name in sys.modules))
+"""
+
+
+def test_first_calls_import_no_compiler():
+    """The import of sympy, with which fakes of torch begin on "meta", takes 2 to 5 seconds."""
+    done = fresh_python.python(FIRST_CALLS)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_promises_are_those_of_meta(monkeypatch):
+    """The fakes are found in a table of torch. Without the table the ops run on "meta"."""
+    promises = flash_attn._sdpa._promises.__wrapped__
+    found = promises()
+    monkeypatch.delattr(torch._decomp, "meta_table")
+    assert promises() == found
+
+
 def test_lse():
     q, k, v = inputs(2, 3, 3, 20, 30, 16, torch.bfloat16)
     op = aten._scaled_dot_product_flash_attention_for_cpu

@@ -128,7 +128,10 @@ static bool bind_param(fa_flex_values *v, PyObject *number, int i) {
         v->params[i].i = PyLong_AsLongLong(number);
     else
         v->params[i].d = PyFloat_AsDouble(number);
-    return !PyErr_Occurred();
+    if (!PyErr_Occurred()) return true;
+    if (PyErr_ExceptionMatches(PyExc_OverflowError))
+        PyErr_SetString(PyExc_OverflowError, "a mod cannot use an integer of more than 64 bits; write a float");
+    return false;
 }
 
 /* Decoding a text takes longer than reading its values, and the next call mostly has the same text. So the last values

@@ -3,6 +3,7 @@
 Shapes and dtypes of results are those of torch: every operation also runs on tensors of ones, or of the device "meta".
 """
 
+import contextlib
 import itertools
 import math
 import operator
@@ -10,7 +11,7 @@ import operator
 import torch
 
 from .program import BOOL, F32, F64, I64, LIMITS, TYPES
-from .tracer import MOST_UNROLLED, Capture, Number, Row, Value, _numbers, in_memory, without_modes
+from .tracer import MOST_UNROLLED, Capture, Number, Row, Value, _numbers, _parts, in_memory, without_modes
 
 
 def operate(trace, name, function, args, kwargs):
@@ -35,14 +36,26 @@ class Call:
         The first operation on "meta" imports all of torch.compile, which takes seconds. So only large operations run
         there, and those that the CPU refuses.
         """
+        dtypes = [x.dtype for x in _parts((self.args, self.kwargs)) if isinstance(x, (Value, Capture, torch.Tensor))]
+        for dtype in dtypes:
+            if dtype not in TYPES:
+                self.trace.fail(f"a mod cannot use a tensor of dtype {dtype}")
+        found = self._meta()
+        is_float = isinstance(found, torch.Tensor) and found.dtype.is_floating_point
+        if is_float and OPERATIONS[self.name] is not _convert and not any(x.is_floating_point for x in dtypes):
+            self.trace.guard_default_dtype()
+        return found
+
+    def _meta(self):
         is_small = sum(map(_elements, (*self.args, *self.kwargs.values()))) <= MOST_UNROLLED
         with torch._C.DisableTorchFunction():
-            if is_small and self.name not in OF_ANY_SHAPE:
-                try:
-                    return self.function(*_ones(self.args), **_ones(self.kwargs))
-                except ERRORS:
-                    pass
             try:
+                if is_small and self.name not in OF_ANY_SHAPE:
+                    args = _ones(self.args)
+                    if self.name in DIVISIONS:  # the CPU refuses some numbers, and all ints give the same dtype
+                        args = tuple(1 if type(x) is int else x for x in args)
+                    with contextlib.suppress(RuntimeError):
+                        return self.function(*args, **_ones(self.kwargs))
                 return self.function(*_meta(self.args), **_meta(self.kwargs))
             except ERRORS as error:
                 raise type(error)(f"{error}: {self.trace.where()}") from None
@@ -93,7 +106,7 @@ def _stand_in(make, device):
 
 _meta = _stand_in(torch.empty, "meta")
 _ones = _stand_in(torch.ones, "cpu")
-ERRORS = TypeError, RuntimeError, IndexError, ValueError
+ERRORS = TypeError, RuntimeError, IndexError, ValueError, OverflowError
 
 
 def value_of(trace, x):
@@ -108,15 +121,22 @@ def value_of(trace, x):
         row = Row(trace, x, (None,) * x.ndim)
         return Value(trace, row.nodes, x.dtype)
     if isinstance(x, Number):
-        number = x._value
-        type = BOOL if isinstance(number, bool) else I64 if isinstance(number, int) else F64
-        node = trace.builder.emit("param", type, words=(trace.param(x._number),))
+        number = _in_64_bits(trace, x._value)
+        type_of = BOOL if isinstance(number, bool) else I64 if isinstance(number, int) else F64
+        node = trace.builder.emit("param", type_of, words=(trace.param(x._number),))
     elif isinstance(x, _numbers):
-        number, node = x, trace.builder.constant(x)
+        number = _in_64_bits(trace, x)
+        node = trace.builder.constant(number)
     else:
         trace.fail(f"a mod cannot use a {type(x).__name__} as an operand", TypeError)
     dtype = torch.bool if isinstance(number, bool) else torch.int64 if isinstance(number, int) else torch.float64
     return Value(trace, node, dtype)
+
+
+def _in_64_bits(trace, number):
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        trace.fail(f"a mod cannot use an integer of {number.bit_length() + 1} bits; write a float", OverflowError)
+    return number
 
 
 # ---- element by element -------------------------------------------------------------------------------------------
@@ -127,6 +147,8 @@ def _arithmetic(op):
 
     def compute(call):
         meta, operands = call.meta(), call.args[:2]
+        if op.startswith(("bit_", "shift_")) and meta.dtype.is_floating_point:
+            call.trace.fail(f"a mod cannot use {call.name} with {meta.dtype}", TypeError)
         if len(call.args) == 1 and "other" in call.kwargs:
             operands = (call.args[0], call.kwargs["other"])
         nodes = [call.operand(x, meta.dtype, meta.shape) for x in operands]
@@ -356,7 +378,12 @@ def _masked_fill(call):
 
 
 def _convert(call):
+    if call.name == "to":  # a device may be given by its name
+        call.args = tuple(torch.device(x) if isinstance(x, str) else x for x in call.args)
+        call.kwargs = {name: torch.device(x) if isinstance(x, str) else x for name, x in call.kwargs.items()}
     meta, value = call.meta(), call.args[0]
+    if not isinstance(meta, torch.Tensor):
+        call.trace.fail(f"a mod cannot use {call.name} without a dtype")
     if not isinstance(value, Value):
         value = value_of(call.trace, value)
     if meta.dtype not in TYPES:
@@ -434,9 +461,9 @@ def _reduction(op):
         dims = range(len(shape)) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
         dims = [operator.index(d) % max(len(shape), 1) for d in dims] if shape else []
         rest = [d for d in range(len(shape)) if d not in dims]
+        num_rows, num = (math.prod(shape[d] for d in which) for which in (rest, dims))
         with without_modes():
-            nodes = nodes.permute(*rest, *dims).reshape(*(shape[d] for d in rest), -1)
-            rows = nodes.reshape(-1, nodes.shape[-1]).tolist()
+            rows = nodes.permute((*rest, *dims)).reshape(num_rows, num).tolist()
         reduced = [_fold(call, op, [call.builder.cast(n, meta.dtype) for n in row], meta.dtype) for row in rows]
         return call.result(reduced, meta.dtype, meta.shape)
 
@@ -459,7 +486,7 @@ def _mean(call):
     meta = call.meta()
     call.function = torch.sum
     total = _reduction("add")(call)
-    count = max(1, value_of(call.trace, call.args[0]).nodes.numel()) // max(1, total.nodes.numel())
+    count = value_of(call.trace, call.args[0]).nodes.numel() // max(1, total.nodes.numel())
     return (total / count).to(meta.dtype)
 
 
@@ -605,6 +632,7 @@ ALIASES |= {"__rand__": "bitwise_and", "__ror__": "bitwise_or", "__rxor__": "bit
 ALIASES |= {"arctan": "atan", "sgn": "sign", "matmul": "dot", "inner": "dot", "special_erf": "erf", "pow_": "pow"}
 ALIASES |= {"max": "amax", "min": "amin", "concat": "cat", "expit": "sigmoid", "type_as": "to", "__rsub__": "rsub"}
 
+DIVISIONS = {"div", "floor_divide", "remainder", "fmod", "pow"}
 OF_ANY_SHAPE = {"new_zeros", "new_ones", "new_full", "repeat"}  # a small tensor gives a large one
 
 OPERATIONS = {

@@ -75,6 +75,7 @@ def place_of_text(text):
 _programs = {}  # key: programs
 _programs_at = {}  # (address of a code or type, score): (the code or type, which so keeps its address, its programs)
 _MOST_PROGRAMS = 64  # of one key
+_MOST_CODES = 1024  # a process that compiles a mod's source for each call has new codes without end
 num_traces = 0  # for tests
 
 
@@ -82,6 +83,9 @@ def _programs_of(code, score):
     """The programs of mods with this code or of this type. Equal codes share them, and the hash of a code is slow."""
     found = _programs_at.get((id(code), score))
     if found is None:
+        if len(_programs_at) >= _MOST_CODES:
+            for known in (_programs_at, _programs, _places):
+                known.clear()
         found = _programs_at[id(code), score] = code, _programs.setdefault((code, score), [])
     return found[1]
 
@@ -185,6 +189,10 @@ class Trace:
             "a mod must not switch gradients off or on, as torch.autograd.Function does; use detach(), or torch's "
             "functions"
         )
+
+    def guard_default_dtype(self):
+        """The trace holds as long as floats of no other dtype have this one."""
+        self.steps.guard(0, _default_dtype)
 
     def check_grad_mode(self):
         if torch.is_grad_enabled() != self.grad_mode:
@@ -345,6 +353,10 @@ class Trace:
 
 def _itself(value):
     return value
+
+
+def _default_dtype(value):
+    return torch.get_default_dtype()
 
 
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", __name__.split(".")[0]}  # packages whose names never change
@@ -838,6 +850,8 @@ class _Mode(TorchFunctionMode):
             self.trace.fail(f"a mod must not draw random numbers ({function.__name__})")
         result = function(*args, **kwargs)
         inputs = [x for x in (*_parts(args), *_parts(kwargs)) if isinstance(x, torch.Tensor)]
+        if any(x.is_floating_point() for x in _parts(result) if isinstance(x, torch.Tensor)):
+            self.trace.guard_default_dtype()
         if all(id(x) in self.trace.created for x in inputs):
             self.trace.created.update({id(x): x for x in _parts(result) if isinstance(x, torch.Tensor)})
         else:

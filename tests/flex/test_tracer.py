@@ -136,6 +136,17 @@ def test_closures_of_one_kind_are_traced_once():
     assert traces(run) == 1
 
 
+def test_new_codes_do_not_pile_up(monkeypatch):
+    """A mod whose source is compiled for each call has a new code each time."""
+    monkeypatch.setattr(tracer, "_MOST_CODES", 20)
+    for known in ("_programs_at", "_programs", "_places"):
+        monkeypatch.setattr(tracer, known, {})
+    for number in range(50):
+        mod = eval(f"lambda b, h, q, k: q - k < {number} + 3")
+        assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+        assert len(tracer._programs_at) <= 20 and len(tracer._programs) <= 20 and len(tracer._places) <= 20
+
+
 def test_another_kind_is_another_program():
     def compare(x):
         return lambda b, h, q, k: q >= k + x
@@ -338,13 +349,19 @@ def test_torchs_settings_and_missing_names_are_read_again():
     def of_dtype(b, h, q, k):
         return q >= k if torch.get_default_dtype() == torch.float32 else q <= k
 
+    def of_quotients(b, h, q, k):
+        return q / 10 + k / 10 == 0.3
+
+    def of_a_tensor(b, h, q, k):
+        return q.double() / 10 + torch.tensor(0.1) == k.double() / 10
+
     for _ in range(2):
-        check(of_grad_mode), check(of_dtype), check(_or_not)
+        check(of_grad_mode), check(of_dtype), check(of_quotients), check(of_a_tensor), check(_or_not)
         with torch.no_grad():
             check(of_grad_mode)
         torch.set_default_dtype(torch.float64)
         try:
-            check(of_dtype)
+            check(of_dtype), check(of_quotients), check(of_a_tensor)
         finally:
             torch.set_default_dtype(torch.float32)
         globals()["LATER_NAME"] = 3
@@ -501,6 +518,82 @@ def test_errors_of_torch_name_the_mod():
         return q >= k
 
     refused(refused_mod, NotImplementedError, "must not write")
+
+
+def test_reductions_of_one_element_and_of_none():
+    """A value may have no dimension, or a dimension of size 0."""
+    table = torch.randn(9, 3)
+
+    def one(score, b, h, i, j):
+        x = table[i, 2]
+        return score + x.sum() + x.amax(-1) + x.mean() + x.prod() + torch.where(x.any() & x.all(), x.amin(), 0.0)
+
+    def none(score, b, h, i, j):
+        rows = torch.stack([table[i][:0], table[j][:0]])
+        return score + rows.sum() + rows.prod() + rows.any() + rows.all() + rows.sum(1)[1] + rows.sum(0).sum()
+
+    def mean_of_none(score, b, h, i, j):
+        return score + table[i][:0].mean()
+
+    scores = torch.randn(1, 1, 9, 5)
+    x = table[:, 2:]
+    assert torch.allclose(evaluated(one, scores.shape, scores), scores + torch.where(x != 0, 5, 4) * x, atol=1e-5)
+    assert torch.allclose(evaluated(none, scores.shape, scores), scores + 2, atol=1e-5)
+    assert evaluated(mean_of_none, scores.shape, scores).isnan().all()
+
+
+def test_numbers_that_no_mod_can_use():
+    far = 2**63
+
+    def refused_mod(b, h, q, k):
+        return q < far
+
+    refused(refused_mod, OverflowError, "an integer of 65 bits; write a float")
+
+    def refused_mod(b, h, q, k):
+        return q + 2**70 > k
+
+    refused(refused_mod, OverflowError, "too big")
+
+    def refused_mod(b, h, q, k):
+        return 1j + q > k
+
+    refused(refused_mod, TypeError, "a mod cannot use a complex")
+
+    def refused_mod(b, h, q, k):
+        return q.float() & 1 > k
+
+    refused(refused_mod, TypeError, "bitwise_and with torch.float32")
+
+    def make(bound):
+        return lambda b, h, q, k: q < bound
+
+    assert create_mask(make(2**63 - 1), 1, 1, 3, 3, "cpu").all()
+    with pytest.raises(OverflowError, match="a mod cannot use an integer of more than 64 bits; write a float"):
+        create_mask(make(2**63), 1, 1, 3, 3, "cpu")
+
+
+FALLBACKS = """
+import sys, torch
+from flash_attn.flex_attention import create_mask
+
+table = torch.randn(9, 3)
+create_mask(lambda b, h, i, j: (i % 0 == j // 0) | (torch.fmod(i, 0) > (j + 1) ** -1), 1, 1, 4, 4, "cpu")
+create_mask(lambda b, h, i, j: i.to("cuda") > j.to(device="cuda:1", dtype=torch.int32), 1, 1, 4, 4, "cpu")
+for wrong in (lambda i: (table[i] + 1)[3], lambda i: table[i].sum(1), lambda i: table[i].to(torch.uint16)[0]):
+    try:
+        create_mask(lambda b, h, i, j: wrong(i) > 0, 1, 1, 4, 4, "cpu")
+        print("not refused")
+    except (IndexError, RuntimeError) as error:
+        assert "<string>, line" in str(error), error
+print(*(name for name in ("torch._dynamo", "sympy") if name in sys.modules))
+"""
+
+
+def test_what_the_cpu_refuses_needs_no_compiler():
+    """Divisions by a number 0, devices by name, and wrong indices."""
+    done = fresh_python.python(FALLBACKS)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 def test_a_default_device_is_not_that_of_the_tracer():
