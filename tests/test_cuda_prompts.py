@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import flash_attn_2_cuda
@@ -50,6 +51,41 @@ def random_prompt(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_random_prompts(seed):
     run(random_prompt(seed), "cuda")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_few_queries(seed):
+    """Heads of a key head share a work tile, as many as its rows hold and the group allows."""
+    r = random.Random(seed)
+    case = random_prompt(seed)
+    h_kv, group = r.choice(((1, 2), (2, 3), (1, 4), (2, 6), (1, 8), (2, 8), (1, 16), (1, 12), (1, 5)))
+    len_q = r.choice((1, 5, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 96, 130))
+    run(replace(case, len_q=min(len_q, case.len_new) if case.len_new else len_q, h=h_kv * group, h_kv=h_kv), "cuda")
+
+
+@pytest.mark.parametrize("d", (64, 96, 128, 256))
+@pytest.mark.parametrize(("group", "len_q"), ((2, 64), (4, 32), (4, 17), (8, 1), (8, 16), (6, 20), (16, 5), (12, 70)))
+def test_heads_that_share_a_tile(group, len_q, d):
+    """Beside the same call with a key head for each query head. Sinks and slopes differ between heads. Then keys that
+    some rows do not see hold NaN, so tiles are repeated, and one sequence has no key."""
+    torch.manual_seed(0)
+    lengths = torch.tensor((300, 0, 7, 513), dtype=torch.int32, device="cuda")
+    q = torch.randn(4, len_q, 2 * group, d, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(4, 640, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    options = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
+    plan = explain(flash_attn_with_kvcache, q, k, v, **options)
+    assert plan.kernel.startswith("attn_fwd_sm90_") and (plan.tile_heads > 1 or d == 64)
+    by_head = {"sinks": torch.randn(2 * group, device="cuda"), "alibi_slopes": torch.rand(2 * group, device="cuda")}
+    for spoils in (False, True):
+        if spoils:
+            v[0, 299], v[3, 512, :, 3] = math.nan, math.inf
+        wide = [x.repeat_interleave(group, 2) for x in (k, v)]
+        for name in (None, *by_head):
+            chosen = {name: by_head[name]} if name else {}
+            out, lse = flash_attn_with_kvcache(q, k, v, **options, **chosen)
+            want, want_lse = flash_attn_with_kvcache(q, *wide, **options, **chosen)
+            torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2, equal_nan=True)
+            torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-4)
 
 
 def pages_of(lengths, page, h_kv, d, dtype=torch.bfloat16):

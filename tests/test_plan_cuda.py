@@ -96,9 +96,9 @@ int main(int argc, char **argv) {
     fa_error err = {""};
     if (fa_plan_cuda(&p, &machine, &plan, &err) != FA_OK) return puts(err.text), 0;
     if (prints_launch)
-        return printf("%d %d %d | %d %d | %d %d %d", plan.gpu.group_heads, plan.gpu.is_dynamic, plan.gpu.num_ctas,
+        return printf("%d %d %d | %d %d | %d %d %d | %d", plan.gpu.group_heads, plan.gpu.is_dynamic, plan.gpu.num_ctas,
                       plan.gpu.decode.lanes, plan.gpu.decode.groups, plan.gpu.decode_low.row >= 0,
-                      plan.gpu.decode_low.lanes, plan.gpu.decode_low.groups), 0;
+                      plan.gpu.decode_low.lanes, plan.gpu.decode_low.groups, plan.gpu.tile_heads), 0;
     if (prints_order) return printf("%d %d %d", plan.gpu.any_order, plan.gpu.converts, plan.gpu.group_heads), 0;
     printf("%s %d %d %zu %d %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.num_splits,
            plan.gpu.cluster);
@@ -436,6 +436,29 @@ def test_sums_of_pieces_are_counted_in_32_bits(plan):
 
 
 @pytest.mark.parametrize(
+    ("len_q", "group", "heads"),
+    [
+        (300, 4, 2),
+        (128, 4, 1),
+        (65, 4, 4),
+        (384, 4, 1),
+        (64, 4, 2),
+        (64, 1, 1),
+        (64, 3, 1),
+        (64, 6, 2),
+        (33, 4, 2),
+        (32, 4, 4),
+    ]
+    + [(32, 6, 2), (100, 8, 8), (17, 8, 4), (16, 8, 8), (9, 16, 8), (144, 8, 8), (40, 32, 8)],
+)
+def test_heads_share_tiles_where_fewer_are_left(plan, len_q, group, heads):
+    """Work tiles of 128 rows at 128 columns. Row strips have 16 rows, so at most 8 heads share a tile."""
+    numbers = {"len_q": len_q, "h": 2 * group, "h_kv": 2, "b": 200, "sms": 132, "launch": 1}
+    assert plan(pages=8, **numbers).split(" | ")[-1] == str(heads)
+    assert plan(**numbers | {"len_q": 300}).split(" | ")[-1] == "1"
+
+
+@pytest.mark.parametrize(
     ("numbers", "kernel"),
     [
         ({"len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
@@ -451,7 +474,7 @@ def test_sums_of_pieces_are_counted_in_32_bits(plan):
         ({"pages": 8, "len_q": 64, "sms": 132, "b": 80}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
         ({"pages": 8, "len_q": 64, "packed": 1, "d": 256, "h": 64}, "attn_fwd_sm90_bf16_d256_q128kv64_varlen_cache"),
         ({"pages": 8, "len_q": 63, "packed": 1, "d": 256, "h": 64}, "attn_decode_sm90_bf16_d256_q32"),
-        ({"pages": 8, "len_q": 64, "d": 64, "b": 80}, "attn_fwd_sm90_bf16_d64_q64kv64_cache"),
+        ({"pages": 8, "len_q": 64, "d": 64, "b": 80}, "attn_fwd_sm90_bf16_d64_q192kv128_cache"),
         ({"pages": 8, "len_q": 512, "d": 64, "h": 16, "h_kv": 1}, "attn_fwd_sm90_bf16_d64_q256kv64_cache"),
         ({"new": 3, "right": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_causal_cache"),
         ({"used": 1, "len_q": 300, "alibi": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_score_cache"),

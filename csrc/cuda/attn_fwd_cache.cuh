@@ -11,6 +11,14 @@
 #define CACHE 0 /* of a kernel that reads no KV cache */
 #endif
 
+/* Few queries leave most rows of a work tile empty. So the heads of one key head may share it: rows_of_head rows are
+ * queries of its first head, the next rows the same queries of the next head. A row strip lies within one head. */
+DEVICE int rows_of_head(const params &p) { return CACHE ? p.cache.rows_of_head : BLOCK_Q; }
+DEVICE int h_in_tiles(const params &p) { return CACHE ? p.cache.h_in_tiles : p.h; }
+/* The head that a row of the work tile is of, counted from the tile's first one, and the row's number there. */
+DEVICE int head_in_tile(const params &p, int row) { return row * p.cache.rows_inverse >> 16; }
+DEVICE int row_in_head(const params &p, int row) { return row - head_in_tile(p, row) * p.cache.rows_of_head; }
+
 /* The row of the cache, or of the block table, that a sequence has. All places lie within the tensors, whatever the
  * arrays of the problem hold. */
 DEVICE int cache_row(const params &p, int b_idx) {

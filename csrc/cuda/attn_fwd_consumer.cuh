@@ -161,8 +161,8 @@ struct consumer_base {
     /* All rows of the row block see all keys of the key tile. */
     DEVICE bool sees_all_of(int first_key) const {
         const tile &t = tile_of(THIS_TILE);
-        const int block_diagonal = t.row + 64 * row_block + t.len_kv - t.len_q;
-        const tile_walk keys = keys_of(p, block_diagonal, block_diagonal + 63, t.len_kv);
+        const int block_diagonal = row_of_block(p, t, row_block) + t.len_kv - t.len_q;
+        const tile_walk keys = keys_of(p, block_diagonal, block_diagonal + rows_of_block(p, row_block) - 1, t.len_kv);
         return !uniform(is_partial<BLOCK_KV>(first_key, keys.full_begin, keys.full_end));
     }
 
@@ -189,21 +189,21 @@ struct consumer_base {
         /* Later row blocks may see more keys, or may have no row. So the row blocks rotate among the warpgroups. */
         row_block = row_block + 1 == WGS ? 0 : row_block + 1;
         const tile &t = tile_of(THIS_TILE);
-        const int shift = FLEX ? 0 : t.len_kv - t.len_q, first_row = t.row + 64 * row_block;
-        const int last_row = min(first_row + 64, t.len_q) - 1;
+        const int shift = FLEX ? 0 : t.len_kv - t.len_q, first_row = row_of_block(p, t, row_block);
+        const int last_row = min(first_row + rows_of_block(p, row_block), t.len_q) - 1;
         const tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
         const bool is_idle = first_row > last_row || (FLEX ? t.kv_end == 0 : keys.begin >= keys.end);
         const tile_command command = (tile_command)uniform(t.command);
         walk.seen_top = uniform(is_idle ? -1 : FLEX ? t.kv_end - 1 : ceil_div(keys.end, BLOCK_KV) - 1);
         walk.next = uniform(t.kv_end) - 1, walk.bottom = uniform(t.kv_begin);
-        diagonal = first_row + 16 * warp + lane / 4 + shift;
+        diagonal = (CACHE ? row_of_strip(p, t, row_block, warp) : first_row + 16 * warp) + lane / 4 + shift;
         t.set_scale(p, scale_log2);
         wgmma_wait_group<0>(O);
         if (has_o) release_v();
         q_desc = q_desc_0 + q_stage_of(THIS_TILE) * Q_STAGE + row_block * Q_BLOCK;
-        q_head.b_idx = t.b_idx, q_head.head = t.head, q_head.shift = shift;
+        q_head.b_idx = t.b_idx, q_head.head = head_of_strip(p, t, row_block, warp), q_head.shift = shift;
         if (SCORE && p.alibi_slopes && command <= REPEAT)
-            q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + t.head];
+            q_head.slope = p.alibi_slopes[t.b_idx * p.alibi_stride_b + q_head.head];
         return command;
     }
     /* The row block sees no key of the work tile, or has no row. */
@@ -214,8 +214,8 @@ struct consumer_base {
 #pragma unroll 1
         for (; walk.has_next(); walk.take()) skip_step();
         const tile &t = tile_of(THIS_TILE);
-        const int first_row = t.row + 64 * row_block + 16 * warp;
-        if (is_new && first_row < t.len_q) store_zeros(p, t, first_row);
+        const int first_row = row_of_strip(p, t, row_block, warp);
+        if (is_new && first_row < t.len_q) store_zeros(p, t, first_row, row_block);
     }
     /* What a kernel adds: P V of a work tile is complete; a repeated tile is computed. */
     DEVICE void complete_o() {}
@@ -271,7 +271,8 @@ template <class consumer> DEVICE void repeat_tile(consumer &c) {
     if (O_IN_Q) bar_sync(BAR_GROUP + c.wg, 128); /* The warps have read the Q whose place O takes. */
     const tile &t = c.tile_of(THIS_TILE);
     const int strip = 4 * c.row_block + c.warp;
-    if (uniform(t.failed_strips >> strip & 1)) c.store_o(THIS_TILE, t, c.row_block, t.row + 16 * strip);
+    if (uniform(t.failed_strips >> strip & 1))
+        c.store_o(THIS_TILE, t, c.row_block, row_of_strip(c.p, t, c.row_block, c.warp));
 }
 
 template <class consumer> DEVICE void run(consumer &c) {

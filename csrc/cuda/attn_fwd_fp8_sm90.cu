@@ -509,16 +509,16 @@ struct consumer : consumer_base {
         }
         order_columns(O);
         if constexpr (O_BY_TMA)
-            store_by_tma(O, factor, p, t, o_smem(), first_row);
+            store_by_tma(O, factor, p, t, o_smem(), first_row, block);
         else
-            store_directly(O, factor, p, t, first_row);
-        store_lse(lse, p, t, first_row);
+            store_directly(O, factor, p, t, first_row, block);
+        store_lse(lse, p, t, first_row, block);
     }
     /* Stores O of the tile before. A row strip that failed is not stored: the scheduler will give its tile out
      * again. */
     DEVICE void finish_previous_tile() {
         const tile &t = tile_of(PREVIOUS_TILE);
-        const int block = row_block_of(PREVIOUS_TILE), first_row = t.row + 64 * block + 16 * warp;
+        const int block = row_block_of(PREVIOUS_TILE), first_row = row_of_strip(p, t, block, warp);
         if (SUMS_IN_SMEM && has_sums) add_sums();
         const bool is_plain_tile = SCORE || is_plain(t.qk_factor * p.scale_log2);
         if (uniform(!is_plain_tile || has_failed(O, softmax))) {

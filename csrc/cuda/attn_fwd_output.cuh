@@ -6,6 +6,10 @@
 #include "attn_fwd_softmax.cuh"
 #include "quads.cuh"
 
+/* first_row is the first of a row strip, and row_block the row block that the strip is of. The warp's number in its
+ * warpgroup says which of its strips. */
+DEVICE int warp_of_group() { return threadIdx.x / 32 % 4; }
+
 /* lse of both rows, and the factor that O is multiplied by. A row that saw no key has +inf and 0
  * here. */
 DEVICE void finish_softmax(const online_softmax &softmax, const params &p, float (&factor)[2], float (&lse)[2]) {
@@ -22,20 +26,23 @@ DEVICE float shift_of(const params &p, const tile &t, int row) {
     return FLEX && row < t.len_q ? shift_of_row(p.sinks.shift, t.b_idx, t.head, row) : 0;
 }
 
-/* The sink of the tile's head joins the sums of both rows. */
-DEVICE void add_sinks(const params &p, const tile &t, int first_row, float (&factor)[2], float (&lse)[2]) {
+/* The sink of the strip's head joins the sums of both rows. */
+DEVICE void add_sinks(const params &p, const tile &t, int first_row, int row_block, float (&factor)[2],
+                      float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const float shift = shift_of(p, t, first_row + threadIdx.x % 32 / 4 + 8 * r);
-        const row_with_sink x = add_sink(lse[r] == INF ? -INF : lse[r], t.sink - shift);
+        const row_with_sink x =
+            add_sink(lse[r] == INF ? -INF : lse[r], sink_of_strip(p, t, row_block, warp_of_group()) - shift);
         lse[r] = x.lse, factor[r] *= x.share;
     }
 }
 
 /* NOTE: lse is stored after O. Before O's store by TMA there is a fence, which would wait until lse has arrived. */
-DEVICE void store_lse(const float (&lse)[2], const params &p, const tile &t, int first_row) {
+DEVICE void store_lse(const float (&lse)[2], const params &p, const tile &t, int first_row, int row_block) {
     const int lane = threadIdx.x % 32, row = first_row + lane / 4, rows_left = lane % 4 == 0 ? t.len_q - row : 0;
-    float *dst = p.lse + t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + row;
+    const int head = head_of_strip(p, t, row_block, warp_of_group());
+    float *dst = p.lse + t.b_idx * p.lse_stride_b + head * p.lse_stride_h + t.lse_origin + row;
     if (rows_left > 0) dst[0] = lse[0] == INF ? p.empty_lse : lse[0];
     if (rows_left > 8) dst[8] = lse[1] == INF ? p.empty_lse : lse[1];
 }
@@ -63,7 +70,7 @@ DEVICE void store_max(const online_softmax &softmax, const params &p, const tile
 /* Stores O times factor in 16 bits by TMA, chunk by chunk. Each warp passes its 16 rows through shared memory.
  * o_smem is the place of the first chunk. The next chunk lies O_ROWS rows behind it. */
 DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
-                         element::output *o_smem, int first_row) {
+                         element::output *o_smem, int first_row, int row_block) {
     const int lane = threadIdx.x % 32;
     if (!O_IN_Q) {
         if (lane == 0) cp_async_bulk_wait_all_read(); /* The last tile's store has left o_smem. */
@@ -86,30 +93,33 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
     if (lane == 0) {
 #pragma unroll
         for (int c = 0; c < D_V / O_CHUNK; c++)
-            cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * O_CHUNK, c * O_CHUNK, t.q_origin + first_row, t.head,
-                                       t.q_batch);
+            cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * O_CHUNK, c * O_CHUNK, t.q_origin + first_row,
+                                       head_of_strip(p, t, row_block, warp_of_group()), t.q_batch);
         cp_async_bulk_commit_group();
     }
 }
 
 /* Stores O times factor without shared memory, of which none is left above 128 columns. */
 DEVICE void store_directly(const float (&O)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
-                           int first_row) {
+                           int first_row, int row_block) {
+    const int head = head_of_strip(p, t, row_block, warp_of_group());
     element::output *base =
-        (element::output *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h + t.lse_origin * p.o_stride_row;
+        (element::output *)p.o_data + t.b_idx * p.o_stride_b + head * p.o_stride_h + t.lse_origin * p.o_stride_row;
     store_rows(O, factor, base, p.o_stride_row, first_row, t.len_q, p.d_v);
 }
 
 /* Stores the row strip of rows that see no key. Whole warp. */
-DEVICE void store_zeros(const params &p, const tile &t, int first_row) {
+DEVICE void store_zeros(const params &p, const tile &t, int first_row, int row_block) {
     const int lane = threadIdx.x % 32, vectors = p.d_v / 8, rows = min(t.len_q - first_row, 16);
-    element::output *o = (element::output *)p.o_data + t.b_idx * p.o_stride_b + t.head * p.o_stride_h +
+    const int head = head_of_strip(p, t, row_block, warp_of_group());
+    element::output *o = (element::output *)p.o_data + t.b_idx * p.o_stride_b + head * p.o_stride_h +
                          (t.lse_origin + first_row) * p.o_stride_row;
     for (int i = lane; i < rows * vectors; i += 32)
         *(uint4 *)(o + i / vectors * p.o_stride_row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
     if (lane < rows)
-        p.lse[t.b_idx * p.lse_stride_b + t.head * p.lse_stride_h + t.lse_origin + first_row + lane] =
-            p.sinks.values.data ? t.sink - shift_of(p, t, first_row + lane) : p.empty_lse;
+        p.lse[t.b_idx * p.lse_stride_b + head * p.lse_stride_h + t.lse_origin + first_row + lane] =
+            p.sinks.values.data ? sink_of_strip(p, t, row_block, warp_of_group()) - shift_of(p, t, first_row + lane)
+                                : p.empty_lse;
 #if FLEX_MAX
     if (lane < rows) *max_score_at(p, t, first_row + lane) = -INF;
 #endif

@@ -33,7 +33,14 @@ typedef struct {
     const int *leftpad_k;        /* [b] keys to pass over, not with a block table; NULL: none */
     const int *cu_seqlens_k_new; /* [b + 1] new keys, of total_new; NULL: each sequence has len_new. Keys in use are */
     int len_new, total_new;      /* those of seqused_k or cu_seqlens_k and the new ones, which lie behind them. */
+    int tile_heads,
+        rows_of_head; /* A work tile has rows_of_head queries of each of tile_heads heads of one key head. */
+    int h_in_tiles;   /* h / tile_heads */
+    int rows_inverse; /* FA_ROWS_INVERSE(rows_of_head) */
 } fa_attn_fwd_cache;
+
+/* row / rows is row * FA_ROWS_INVERSE(rows) / 2^16, for rows of a work tile. */
+#define FA_ROWS_INVERSE(rows) ((1 << 16) / (rows) + 1)
 
 typedef struct {
     fa_tensor_map q, k, v, o;
@@ -48,9 +55,10 @@ typedef struct {
     const int *cu_seqlens_q, *cu_seqlens_k; /* [b + 1], packed only */
     const int *seqused_k;                   /* [b] keys in use, packed or in a cache; NULL: all */
 
-    int num_q_tiles;  /* dense: query tiles of one sequence */
-    int num_tiles;    /* dense: num_q_tiles b h */
-    int group_heads;  /* longest-first order: heads whose tiles interleave, so that their keys stay in the L2 */
+    int num_q_tiles; /* dense: query tiles of one sequence */
+    int num_tiles;   /* dense: num_q_tiles b h, or h_in_tiles with a cache */
+    int group_heads; /* longest-first order: heads whose tiles interleave, so that their keys stay in the L2. Heads that
+                       * share work tiles count as one. */
     int counter_slot; /* one of the kernel's tile counters; -1 is a static order */
 
     float scale_log2;              /* scores times this are exponents of 2 */

@@ -25,7 +25,7 @@ DEVICE int fetch_tile(const params &p, int num_tiles) {
 DEVICE void schedule_tiles(const params &p, shared_memory &smem) {
     constexpr int NONE = 0x7fffffff;
     const bool is_leader = threadIdx.x % 32 == 0, is_dynamic = p.counter_slot >= 0;
-    const int num_tiles = VARLEN ? count_packed_tiles(p) * p.h : p.num_tiles;
+    const int num_tiles = VARLEN ? count_packed_tiles(p) * h_in_tiles(p) : p.num_tiles;
     int next = blockIdx.x; /* NONE: consumers have been told to REPORT. */
     bool is_taken = false; /* The tile `next` has been given out. */
     if (VARLEN && is_dynamic && next >= num_tiles) fetch_tile(p, num_tiles);

@@ -312,12 +312,12 @@ struct consumer : consumer_base {
     DEVICE void store_o(which_tile which, const tile &t, int block, int first_row) {
         float factor[2], lse[2];
         finish_softmax(softmax, p, factor, lse);
-        if (p.sinks.values.data) add_sinks(p, t, first_row, factor, lse);
+        if (p.sinks.values.data) add_sinks(p, t, first_row, block, factor, lse);
         if constexpr (O_BY_TMA)
-            store_by_tma(O, factor, p, t, o_smem_of(which, block), first_row);
+            store_by_tma(O, factor, p, t, o_smem_of(which, block), first_row, block);
         else
-            store_directly(O, factor, p, t, first_row);
-        store_lse(lse, p, t, first_row);
+            store_directly(O, factor, p, t, first_row, block);
+        store_lse(lse, p, t, first_row, block);
 #if FLEX_MAX
         store_max(softmax, p, t, first_row);
 #endif
@@ -326,7 +326,7 @@ struct consumer : consumer_base {
      * again. */
     DEVICE void finish_previous_tile() {
         const tile &t = tile_of(PREVIOUS_TILE);
-        const int block = row_block_of(PREVIOUS_TILE), first_row = t.row + 64 * block + 16 * warp;
+        const int block = row_block_of(PREVIOUS_TILE), first_row = row_of_strip(p, t, block, warp);
         if (uniform(has_failed(O, softmax))) {
             if (is_leader) note_failure(smem, 4 * wg + warp, t.idx, 4 * block + warp);
         } else {

@@ -40,9 +40,9 @@ template <> struct tile_factors<1> {
 
 /* A work tile, as the scheduler describes it to producer and consumers. Q's mbarrier makes it visible to consumers. */
 struct tile : tile_factors<element::BYTES>, listed_tile {
-    int idx; /* the tile's number in the launch */
-    int row; /* its first row in its sequence */
-    int b_idx, head;
+    int idx;         /* the tile's number in the launch */
+    int row;         /* its first row in its sequence */
+    int b_idx, head; /* of heads that share the tile the first */
     int len_q, len_kv;
     int kv_begin, kv_end;    /* Some row sees a key of the key tiles at places kv_begin .. kv_end - 1. */
     int q_origin, q_batch;   /* the sequence's first row as a coordinate of the tensor maps of q and o, and its batch */
@@ -53,6 +53,29 @@ struct tile : tile_factors<element::BYTES>, listed_tile {
     int command;       /* a tile_command */
     DEVICE bool has_rows() const { return command <= REPEAT; }
 };
+
+/* A warp's row strip of a row block: its head, its first row in its sequence, and the sink of its head. */
+DEVICE int head_of_strip(const params &p, const tile &t, int row_block, int warp) {
+    return CACHE ? t.head + head_in_tile(p, 64 * row_block + 16 * warp) : t.head;
+}
+DEVICE int row_of_strip(const params &p, const tile &t, int row_block, int warp) {
+    const int row = 64 * row_block + 16 * warp;
+    return t.row + (CACHE ? row_in_head(p, row) : row);
+}
+DEVICE float sink_of_strip(const params &p, const tile &t, int row_block, int warp) {
+    return CACHE ? sink_of(p.sinks.values, head_of_strip(p, t, row_block, warp)) : t.sink;
+}
+/* Row block `row_block` of a work tile: its first row in its sequence, and how many rows there are from it on. With
+ * rows of several heads the block counts as all rows of a head. */
+DEVICE int row_of_block(const params &p, const tile &t, int row_block) {
+    if (!CACHE) return t.row + 64 * row_block;
+    const int row = row_in_head(p, 64 * row_block);
+    return t.row + (row + 64 > p.cache.rows_of_head ? 0 : row);
+}
+DEVICE int rows_of_block(const params &p, int row_block) {
+    if (!CACHE) return 64;
+    return row_in_head(p, 64 * row_block) + 64 > p.cache.rows_of_head ? p.cache.rows_of_head : 64;
+}
 
 /* Without a tile. No row and no key tile are left, so a consumer that asks finds itself idle. */
 DEVICE void set_no_tile(tile &t, tile_command command) {
@@ -85,7 +108,8 @@ DEVICE span keys_of_sequence(const params &p, int b_idx) {
 /* Packed: the number of tiles of one head, over all sequences. Whole warp. */
 DEVICE int count_packed_tiles(const params &p) {
     int tiles = 0;
-    for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32) tiles += ceil_div(queries_of(p, b_idx).len, BLOCK_Q);
+    for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32)
+        tiles += ceil_div(queries_of(p, b_idx).len, rows_of_head(p));
     return __reduce_add_sync(0xffffffffu, tiles);
 }
 
@@ -102,7 +126,7 @@ DEVICE void move_to_tile(const params &p, sequence_set &set, int idx) {
         if (b_idx < p.b) {
             const span q = queries_of(p, b_idx), kv = keys_of_sequence(p, b_idx);
             len = kv.len;
-            my_tiles = p.h * ceil_div(q.len, BLOCK_Q);
+            my_tiles = h_in_tiles(p) * ceil_div(q.len, rows_of_head(p));
             set.q[lane] = q, set.kv[lane] = kv;
         }
 #pragma unroll 1
@@ -122,7 +146,7 @@ DEVICE void move_to_tile(const params &p, sequence_set &set, int idx) {
 DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     const bool is_leader = threadIdx.x % 32 == 0;
     /* A dense launch, or a packed sequence, has tiles of q_tiles times heads. in_order is the tile's number there. */
-    int in_order = idx, q_tiles = p.num_q_tiles, heads = p.b * p.h;
+    int in_order = idx, q_tiles = p.num_q_tiles, heads = p.b * h_in_tiles(p);
     int b_idx = 0, len_q = p.len_q, len_kv = p.len_kv;
     if (VARLEN) {
         move_to_tile(p, set, idx);
@@ -132,7 +156,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
         in_order -= __shfl_sync(0xffffffffu, begin, owner);
         const span q = set.q[owner], kv = set.kv[owner];
         len_q = q.len, len_kv = kv.len;
-        q_tiles = ceil_div(len_q, BLOCK_Q), heads = p.h;
+        q_tiles = ceil_div(len_q, rows_of_head(p)), heads = h_in_tiles(p);
         if (is_leader) {
             t.q_origin = p.len_q - len_q, t.q_batch = q.begin + len_q, t.lse_origin = q.begin;
             t.kv_origin = p.len_kv - len_kv, t.kv_batch = kv.begin + len_kv;
@@ -150,7 +174,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
         q_tile = in_order - head * q_tiles;
     }
     if (!VARLEN) { /* head has counted over the whole batch. */
-        b_idx = head / p.h, head -= b_idx * p.h;
+        b_idx = head / h_in_tiles(p), head -= b_idx * h_in_tiles(p);
         if (is_leader) t.q_origin = t.lse_origin = t.kv_origin = 0, t.q_batch = t.kv_batch = b_idx;
         if (CACHE) {
             const span kv = keys_of_sequence(p, b_idx);
@@ -158,11 +182,13 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
             if (is_leader) t.kv_origin = kv.begin, t.kv_batch = cache_row(p, b_idx);
         }
     }
+    if (CACHE) head *= p.cache.tile_heads;
     if (is_leader) {
 #if FLEX
         q_tile = find_list(p, b_idx, head, q_tiles - 1 - q_tile, q_tiles, t);
 #endif
-        const int row = q_tile * BLOCK_Q, shift = len_kv - len_q, last_row = min(row + BLOCK_Q, len_q) - 1;
+        const int rows = rows_of_head(p), row = q_tile * rows, shift = len_kv - len_q;
+        const int last_row = min(row + rows, len_q) - 1;
         const tile_walk keys = keys_of(p, row + shift, last_row + shift, len_kv);
         t.idx = idx, t.row = row, t.b_idx = b_idx, t.head = head, t.kv_head = head / p.heads_per_kv, t.len_q = len_q,
         t.len_kv = len_kv;

@@ -83,15 +83,15 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
     const int block_kv = call->plan->block_kv / ctas_of_tile(call);
-    const fa_box box_q = {call->plan->block_q, 64, packed, p->d, p->b},
-                 box_o = {call->plan->block_q, 64, packed, p->d_v, p->b};
-    const fa_box box_k = {block_kv, 64, packed, p->d, p->b}, box_v = {block_kv, 64, packed, p->d_v, p->b};
+    const fa_box box_q = {call->plan->block_q, 64, packed, p->d, p->b, 1},
+                 box_o = {call->plan->block_q, 64, packed, p->d_v, p->b, 1};
+    const fa_box box_k = {block_kv, 64, packed, p->d, p->b, 1}, box_v = {block_kv, 64, packed, p->d_v, p->b, 1};
     fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a->q, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->dout, rows_q, p->h, box_o, &a->dout, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a->k, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a->v, err);
     if (call->plan->gpu.family != FA_BWD_SM90) return status;
-    const fa_box box = {16, 64, packed, p->d, p->b};
+    const fa_box box = {16, 64, packed, p->d, p->b, 1};
     if (status == FA_OK && p->dq.data) status = fa_cuda_map(call, &p->dq, rows_q, p->h, box, &a->dq_rows, err);
     if (status == FA_OK && p->dk.data) status = fa_cuda_map(call, &p->dk, rows_kv, p->h_kv, box_k, &a->dk_tiles, err);
     if (status == FA_OK && p->dv.data) status = fa_cuda_map(call, &p->dv, rows_kv, p->h_kv, box_v, &a->dv_tiles, err);

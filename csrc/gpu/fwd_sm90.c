@@ -15,6 +15,8 @@
 #include "flex/flex.h"
 #include "plan/gpu_problem.h"
 
+static int tile_heads_of(const fa_plan *plan) { return plan->gpu.tile_heads > 1 ? plan->gpu.tile_heads : 1; }
+
 static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     const fa_problem *p = call->problem;
     const unsigned features = call->plan->gpu.features;
@@ -37,9 +39,10 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->cu_seqlens_k = p->cu_seqlens_k;
     a->seqused_q = p->seqused_q;
     a->seqused_k = p->seqused_k;
-    a->num_q_tiles = (int)((p->len_q + block_q - 1) / block_q);
-    a->num_tiles = a->num_q_tiles * a->b * a->h;
-    a->group_heads = call->plan->gpu.group_heads;
+    const int64_t tile_heads = tile_heads_of(call->plan), rows = block_q / tile_heads;
+    a->num_q_tiles = (int)((p->len_q + rows - 1) / rows);
+    a->num_tiles = a->num_q_tiles * (int)(p->b * p->h / tile_heads);
+    a->group_heads = (int)(call->plan->gpu.group_heads / tile_heads);
 
     const float scale = (float)p->scale;
     const bool changes_scores = features & FA_SCORE || (p->flex && p->flex->score);
@@ -56,7 +59,8 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
 }
 
 /* A cache that has no row or no page has no key to read. */
-static fa_attn_fwd_cache cache_of(const fa_problem *p, int box) {
+static fa_attn_fwd_cache cache_of(const fa_problem *p, const fa_plan *plan, int box) {
+    const int tile_heads = tile_heads_of(plan);
     const fa_cache_pages pages = fa_cache_pages_of(p);
     const bool is_empty = pages.num == 0 || pages.capacity == 0;
     return (fa_attn_fwd_cache){
@@ -72,6 +76,10 @@ static fa_attn_fwd_cache cache_of(const fa_problem *p, int box) {
         .cu_seqlens_k_new = p->cu_seqlens_k_new,
         .len_new = (int)p->len_new,
         .total_new = (int)p->total_new,
+        .tile_heads = tile_heads,
+        .rows_of_head = plan->block_q / tile_heads,
+        .h_in_tiles = (int)p->h / tile_heads,
+        .rows_inverse = FA_ROWS_INVERSE(plan->block_q / tile_heads),
     };
 }
 
@@ -87,14 +95,15 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
     const bool packed = features & FA_VARLEN;
     fill_scalars(call, a);
 
-    fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile.wgs, tile.columns, packed, p->d, p->b}, box_o = box_q;
-    fa_box box_k = {tile.block_kv, tile.columns, packed, p->d, p->b};
+    fa_box box_q = {FA_ROWS_OF_A_WARPGROUP * tile.wgs, tile.columns, packed, p->d, p->b, 1}, box_o = box_q;
+    fa_box box_k = {tile.block_kv, tile.columns, packed, p->d, p->b, 1};
     int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
     if (features & FA_CACHE) {
         const fa_cache_pages pages = fa_cache_pages_of(p);
-        box_k = (fa_box){fa_cache_box(p, tile.block_kv), tile.columns, false, p->d, pages.num};
+        box_k = (fa_box){fa_cache_box(p, tile.block_kv), tile.columns, false, p->d, pages.num, 1};
         rows_kv = pages.size;
-        a->cache = cache_of(p, box_k.rows);
+        a->cache = cache_of(p, call->plan, box_k.rows);
+        box_q.rows = a->cache.rows_of_head, box_q.heads = a->cache.tile_heads;
     }
     fa_box box_v = box_k;
     box_v.d = box_o.d = p->d_v, box_o.rows = 16, box_o.columns = tile.columns_o;

@@ -7,7 +7,7 @@
 typedef struct {
     void *base;
     uint64_t size[4], stride_bytes[3];
-    uint32_t columns, rows; /* columns and rows of a box */
+    uint32_t columns, rows, heads; /* of a box */
     int data_type;
 } description;
 
@@ -15,7 +15,7 @@ static bool is_same(const description *x, const description *y) {
     return x->base == y->base && x->size[0] == y->size[0] && x->size[1] == y->size[1] && x->size[2] == y->size[2] &&
            x->size[3] == y->size[3] && x->stride_bytes[0] == y->stride_bytes[0] &&
            x->stride_bytes[1] == y->stride_bytes[1] && x->stride_bytes[2] == y->stride_bytes[2] &&
-           x->columns == y->columns && x->rows == y->rows && x->data_type == y->data_type;
+           x->columns == y->columns && x->rows == y->rows && x->heads == y->heads && x->data_type == y->data_type;
 }
 
 /* The driver takes 0.16 us of a call for each map, and a call has four maps. The layers of a model find their tensors
@@ -42,6 +42,7 @@ static description describe(const fa_problem *p, const fa_view *t, int64_t num_r
         .stride_bytes = {row_bytes, (uint64_t)t->stride_h * bytes, (uint64_t)t->stride_b * bytes},
         .columns = (uint32_t)box.columns,
         .rows = (uint32_t)box.rows,
+        .heads = (uint32_t)box.heads,
         .data_type = dtype == FA_E4M3   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                      : dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -74,7 +75,7 @@ fa_status fa_cuda_map(const fa_cuda_call *call, const fa_view *t, int64_t num_ro
             (uintptr_t)of.base | of.size[0] * bytes | of.stride_bytes[0] | of.stride_bytes[1] | of.stride_bytes[2];
         const uint64_t start = of.columns * bytes == 64 ? 64 : 32;
         const int promotion = offsets % start ? CU_TENSOR_MAP_L2_PROMOTION_128B : CU_TENSOR_MAP_L2_PROMOTION_256B;
-        const uint32_t boxes[4] = {of.columns, of.rows, 1, 1}, element_stride[4] = {1, 1, 1, 1};
+        const uint32_t boxes[4] = {of.columns, of.rows, of.heads, 1}, element_stride[4] = {1, 1, 1, 1};
         const int swizzle = of.columns * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
         kept->of.columns = 0; /* matches no description, in case the driver refuses */
         fa_status status = fa_driver_check(

@@ -5,13 +5,14 @@
 #include "cuda/tensor_map.h"
 #include "gpu_call.h"
 
-/* TMA sees a tensor in boxes of rows and columns. A row of a box has 128 bytes, or 64 if 128 does not divide the row of
- * a tile. */
+/* TMA sees a tensor in boxes of rows and columns, mostly of one head. A row of a box has 128 bytes, or 64 if 128 does
+ * not divide the row of a tile. */
 typedef struct {
     int rows, columns;
     bool packed;
     int64_t d;       /* columns of the tensor */
     int64_t batches; /* sequences, or pages of a cache */
+    int heads;       /* of a box */
 } fa_box;
 
 /* Describes a tensor to TMA. num_rows counts the rows of a sequence, or of the packed tensor. */

@@ -119,17 +119,18 @@ static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_p
     if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
 }
 
-/* Would attn_fwd_sm90 compute the queries of a cache faster? Its tiles have 128 queries of one head, and a launch takes
- * as long as whole rounds of tiles on all multiprocessors. This kernel divides its tiles of 64 rows into equal shares,
- * but such a tile takes as long as `cost` tiles of the other kernel (cuda/measurements/decode.md, Prompts). The choice
- * for num_splits = 1 does not depend on the batch. */
+/* Would attn_fwd_sm90 compute the queries of a cache faster? Its tiles have 128 rows, of one head or of several that
+ * share keys. A launch takes as long as whole rounds of tiles on all multiprocessors. This kernel divides its tiles of
+ * 64 rows into equal shares, but such a tile takes as long as `cost` tiles of the other kernel
+ * (cuda/measurements/decode.md, Prompts). The choice for num_splits = 1 does not depend on the batch. */
 static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, const fa_plan *plan) {
     enum { QUERIES = 128, FEW_ROWS = 16, FEW_QUERIES = 64 };
     const double cost = p->d <= 64 ? 2 : p->d <= 128 ? 2.5 : 5; /* of 64 rows */
     const int64_t group = p->h / p->h_kv, block_q = plan->block_q, sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1;
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t batches = packed ? 1 : p->b;
-    const int64_t others = p->h * (packed ? p->total_q / QUERIES + p->b : ceil_div(p->len_q, QUERIES));
+    const int64_t heads = fa_tile_heads(p, QUERIES), rows = QUERIES / heads;
+    const int64_t others = p->h / heads * (packed ? p->total_q / rows + p->b : ceil_div(p->len_q, rows));
     const int64_t mine = p->h_kv * (packed ? p->total_q * group / block_q + p->b : ceil_div(p->len_q * group, block_q));
     const double mine_cost = (double)(mine * block_q) / 64 * cost;
     if (p->len_q * group <= FEW_ROWS || (packed && p->total_q < FEW_QUERIES * p->b)) return false;

@@ -19,8 +19,9 @@ static int64_t round_up(int64_t x, int64_t y) { return (x + y - 1) / y * y; }
  *   80 sequences of length 200:  109.2 and 113.6 us. */
 static int64_t cost_of_a_sequence(const fa_problem *p, const fa_fwd_sm90_columns *t) {
     enum { FEW_KEYS = 128, SHORT = 256 * 64 }; /* elements of a head's keys */
-    const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS;
-    const int64_t cost = round_up(p->len_q, FA_ROWS_OF_A_WARPGROUP * t->wgs) * round_up(keys, t->block_kv) * t->cost;
+    const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS, block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs;
+    const int64_t cost =
+        round_up(p->len_q, block_q / fa_tile_heads(p, block_q)) * round_up(keys, t->block_kv) * t->cost;
     return p->len_kv * t->d <= SHORT && t->block_kv > 64 ? 2 * cost : cost;
 }
 
@@ -42,6 +43,23 @@ static int heads_in_group(const fa_problem *p) {
     return (int)(group < heads ? group : heads);
 }
 
+/* As many heads as make the work tiles fewest, and of these the fewest heads. A row strip has 16 rows. Packed sequences
+ * count as many rows as they have on average. Otherwise the choice does not depend on the batch, because the rows of a
+ * strip raise their maximum together. */
+int fa_tile_heads(const fa_problem *p, int64_t block_q) {
+    enum { STRIP = 16 };
+    const int64_t group = p->h_kv > 0 ? p->h / p->h_kv : 1;
+    const int64_t len_q = p->cu_seqlens_q && p->b > 0 ? (p->total_q + p->b - 1) / p->b : p->len_q;
+    int64_t best = 1, fewest = round_up(len_q, block_q) * group;
+    if (!fa_reads_cache(p)) return 1;
+    for (int64_t heads = 2; heads <= group && STRIP * heads <= block_q; heads++) {
+        if (group % heads || block_q % (STRIP * heads)) continue;
+        const int64_t rows = round_up(len_q, block_q / heads) * group;
+        if (rows < fewest) best = heads, fewest = rows;
+    }
+    return (int)best;
+}
+
 /* Do CTAs take their next work tile from a counter? They do not if each CTA has only one tile. They also do not if
  * tiles are alike, few, and so short that they end before the counter answers. Measured without and with the counter,
  * on an H100 with 64 sequences, 16 heads and head_dim 64:
@@ -55,8 +73,9 @@ static bool is_dynamic(const fa_problem *p, int64_t q_tiles, int64_t tiles, int6
 }
 
 void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
-    const int64_t q_tiles = (p->len_q + plan->block_q - 1) / plan->block_q;
-    const int64_t most_tiles = p->cu_seqlens_q ? (p->total_q / plan->block_q + p->b) * p->h : q_tiles * p->b * p->h;
+    const int64_t tile_heads = plan->gpu.tile_heads > 1 ? plan->gpu.tile_heads : 1, heads = p->h / tile_heads;
+    const int64_t rows = plan->block_q / tile_heads, q_tiles = (p->len_q + rows - 1) / rows;
+    const int64_t most_tiles = p->cu_seqlens_q ? (p->total_q / rows + p->b) * heads : q_tiles * p->b * heads;
     plan->gpu.group_heads = heads_in_group(p);
     plan->gpu.is_dynamic = is_dynamic(p, q_tiles, most_tiles, ctas);
     plan->gpu.num_ctas = p->total_q > 0 ? (int)(most_tiles < ctas ? most_tiles : ctas) : 0;
@@ -125,6 +144,7 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     if (reads_cache) plan->workspace_bytes = fa_rotated_q_bytes(p);
     plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_sm90_row(row)->wgs;
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
+    plan->gpu.tile_heads = fa_tile_heads(p, plan->block_q);
     if (features & FA_FLEX) {
         NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
         plan->gpu.has_hidden = fa_hidden_bytes(p, plan) > 0;

@@ -33,6 +33,7 @@ void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
         say(&w, ", instruction set %s, %d tiles a task, %d threads", fa_isa_name(cpu->isa), cpu->tiles_per_task,
             cpu->threads);
     if (gpu->group_heads > 0) say(&w, ", %d heads walked together", gpu->group_heads);
+    if (gpu->tile_heads > 1) say(&w, ", %d heads in a tile", gpu->tile_heads);
     if (gpu->is_dynamic) say(&w, ", work tiles from a counter");
     if (gpu->cluster > 0) say(&w, ", clusters of %d", gpu->cluster);
     if (gpu->decode.lanes > 0 && gpu->cluster == 0)

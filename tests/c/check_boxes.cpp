@@ -90,6 +90,9 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 #define mbarrier_arrive_remote_release(...)       ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next tile */
 #define fence_proxy_async_global()                ((void)0)
 
+#ifndef CACHE
+#define CACHE 0 /* the backward */
+#endif
 #ifndef BACKWARD
 constexpr int BLOCK_Q = 64 * WGS, BOX = D_QK % 64 || D_V % 64 ? 32 : 64; /* columns of a box */
 constexpr bool IS_BACKWARD = false;
@@ -99,8 +102,9 @@ constexpr bool IS_BACKWARD = true;
 
 /* ---- what should be ---------------------------------------------------------------------------------------------- */
 
-enum { MAX_SEQUENCES = 80, MAX_TILES = 16, MAX_HEADS = 16 };
-static struct { /* one sequence; arrays are [query tiles][key tiles] */
+enum { MAX_SEQUENCES = 80, MAX_TILES = 64, MAX_HEADS = 24 };
+static int tile_rows = BLOCK_Q; /* queries of one head in a work tile */
+static struct {                 /* one sequence; arrays are [query tiles][key tiles] */
     int q_begin, kv_begin, len_q, len_kv, q_tiles, kv_tiles;
     /* sees: some pair of the two tiles is visible. full: every row sees all BLOCK_KV keys. */
     bool sees[MAX_TILES][MAX_TILES], full[MAX_TILES][MAX_TILES];
@@ -122,16 +126,16 @@ static key_range range_of_row(int diagonal, int len_kv, int left, int right, int
 
 static void find_truth(int b_idx, int q_begin, int kv_begin, int len_q, int len_kv, int left, int right, int chunk) {
     auto &x = truth[b_idx];
-    x = {q_begin, kv_begin, len_q, len_kv, (len_q + BLOCK_Q - 1) / BLOCK_Q, (len_kv + BLOCK_KV - 1) / BLOCK_KV};
+    x = {q_begin, kv_begin, len_q, len_kv, (len_q + tile_rows - 1) / tile_rows, (len_kv + BLOCK_KV - 1) / BLOCK_KV};
     for (int i = 0; i < MAX_TILES; i++)
         for (bool &full : x.full[i])
-            full = !IS_BACKWARD || (i + 1) * BLOCK_Q <= len_q; /* rows past the end are masked there */
+            full = !IS_BACKWARD || (i + 1) * tile_rows <= len_q; /* rows past the end are masked there */
     for (int i = 0; i < len_q; i++) {
         const key_range seen = range_of_row(i + len_kv - len_q, len_kv, left, right, chunk);
         for (int j = 0; j < x.kv_tiles; j++) {
             const int first = j * BLOCK_KV, behind = first + BLOCK_KV;
-            x.sees[i / BLOCK_Q][j] |= max(seen.begin, first) < min(seen.end, behind);
-            x.full[i / BLOCK_Q][j] &= seen.begin <= first && behind <= seen.end;
+            x.sees[i / tile_rows][j] |= max(seen.begin, first) < min(seen.end, behind);
+            x.full[i / tile_rows][j] &= seen.begin <= first && behind <= seen.end;
         }
     }
 }
@@ -317,7 +321,7 @@ static void check_walk(const params &p, const tile &t) {
         EXPECT(walk.previous() == j && walk.is_last(j) == !walk.has_next());
     }
     EXPECT(rounds == t.kv_end - t.kv_begin);
-    for (int strip = t.row; strip < min(t.row + BLOCK_Q, t.len_q); strip += 16) {
+    for (int strip = t.row; strip < min(t.row + tile_rows, t.len_q); strip += 16) {
         const int shift = t.len_kv - t.len_q, block_end = min(strip / 64 * 64 + 64, t.len_q);
         row_key_walk rows;
         const int begin_of_block = seen_keys(p, strip / 64 * 64, t.len_q, t.len_kv).begin;
@@ -359,7 +363,18 @@ static void check_keys_in_cache(const params &p, const tile &t) {
     }
 }
 
+/* Row strips hold all queries of the tile's heads, each once, and a row block counts as no fewer rows than it has. */
+static void check_strips(const params &p, const tile &t) {
+    for (int i = 0; i < BLOCK_Q / 16; i++) {
+        const int block = i / 4, warp = i % 4, row = row_of_strip(p, t, block, warp);
+        EXPECT(head_of_strip(p, t, block, warp) == t.head + 16 * i / tile_rows && row == t.row + 16 * i % tile_rows);
+        EXPECT(row_of_block(p, t, block) <= row && row + 16 <= row_of_block(p, t, block) + rows_of_block(p, block));
+        EXPECT(row_of_block(p, t, block) + rows_of_block(p, block) <= t.row + tile_rows);
+    }
+}
+
 static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
+    check_strips(p, t);
     EXPECT(t.idx == idx && 0 <= t.b_idx && t.b_idx < p.b && 0 <= t.head && t.head < p.h);
     auto &x = truth[t.b_idx];
     EXPECT(t.len_q == x.len_q && t.len_kv == x.len_kv && t.kv_head == t.head / p.heads_per_kv);
@@ -371,9 +386,10 @@ static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
         EXPECT(t.kv_origin == (VARLEN ? p.len_kv - x.len_kv : 0) &&
                t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
     EXPECT(t.lse_origin == (VARLEN ? x.q_begin : 0));
-    const int i = t.row / BLOCK_Q;
-    EXPECT(t.row % BLOCK_Q == 0 && 0 <= t.row && t.row < x.len_q);
-    EXPECT(x.found[t.head][i]++ == is_again || is_again);
+    const int i = t.row / tile_rows;
+    EXPECT(t.row % tile_rows == 0 && 0 <= t.row && t.row < x.len_q);
+    for (int head = t.head; head < t.head + BLOCK_Q / tile_rows; head++)
+        EXPECT(head / p.heads_per_kv == t.kv_head && (x.found[head][i]++ == is_again || is_again));
     for (int j = 0; j < x.kv_tiles; j++) EXPECT(x.sees[i][j] == (t.kv_begin <= j && j < t.kv_end));
     EXPECT(t.kv_begin >= 0 && t.kv_end <= x.kv_tiles);
     check_walk(p, t);
@@ -387,7 +403,7 @@ static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
 }
 
 static void kernel(const params &p) {
-    const int num_tiles = VARLEN ? count_packed_tiles(p) * p.h : p.num_tiles;
+    const int num_tiles = VARLEN ? count_packed_tiles(p) * h_in_tiles(p) : p.num_tiles;
     set.first = -32, set.begin = set.end = 0;
     __syncwarp();
     for (int n = 0; n < num_tiles + 5; n++) {
@@ -483,6 +499,17 @@ static void make_cache(params &p, int *used, int *pads) {
 }
 #endif
 
+#ifndef BACKWARD
+/* Some heads of a key head share work tiles. */
+static void share_tiles(params &p) {
+    auto &c = p.cache;
+    c.tile_heads = 1 + (int)below((unsigned)p.heads_per_kv);
+    while (p.heads_per_kv % c.tile_heads || BLOCK_Q % (16 * c.tile_heads)) c.tile_heads--;
+    c.rows_of_head = tile_rows = BLOCK_Q / c.tile_heads, c.rows_inverse = FA_ROWS_INVERSE(tile_rows);
+    c.h_in_tiles = p.h / c.tile_heads, p.group_heads = min(p.group_heads, c.h_in_tiles);
+}
+#endif
+
 static void run(const void *p) { kernel(*(const params *)p); }
 
 /* Invalid offsets are clamped to the tensor. */
@@ -506,7 +533,7 @@ int main() {
     for (int n = 0; n < 60; n++) {
         params p = {};
         unsigned counter = 0;
-        const int heads = 1 + (int)below(3);
+        const int heads = 1 + (int)below(CACHE ? 8 : 3);
         p.b = 1 + (int)below(n % 2 && VARLEN ? 70 : 6);
         const int h_kv = 1 + (int)below(3), total_q = make_offsets(offsets_q, VARLEN ? p.b : 1);
         const int total_kv = make_offsets(offsets_kv, VARLEN ? p.b : 1);
@@ -541,8 +568,9 @@ int main() {
         p.tile_counter = &counter;
 #else
         p.heads_per_kv = heads;
-        p.group_heads = p.group_heads < p.h ? p.group_heads : p.h;
-        p.num_q_tiles = ceil_div(total_q, BLOCK_Q), p.num_tiles = p.num_q_tiles * p.b * p.h;
+        p.group_heads = min(p.group_heads, p.h);
+        if (CACHE) share_tiles(p);
+        p.num_q_tiles = ceil_div(total_q, tile_rows), p.num_tiles = p.num_q_tiles * p.b * h_in_tiles(p);
         for (int i = 0; i < p.b; i++) used[i] = (int)below(800);
         if (VARLEN && below(2)) p.seqused_k = used, p.k.words[USED] = p.v.words[USED] = (u64)used;
         for (int i = 0; i < p.b; i++) used_q[i] = (int)below(800);
