@@ -116,6 +116,14 @@ def on_device(tensor, device):
     raise RuntimeError(f"a mod's tensors must be on {device}, where it is computed; one is on {tensor.device}")
 
 
+def _check_is_plain(function, tensor):
+    """Within torch.func.grad and the like, new tensors are of torch.func, too."""
+    if torch._C._are_functorch_transforms_active() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise NotImplementedError(
+            f"{function} makes no mask within a function that torch.func transforms: make the mask outside of it"
+        )
+
+
 def _sizes(**sizes):
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -150,6 +158,7 @@ def create_mask(
     if get_proxy_mode() is not None:
         raise RuntimeError("create_mask cannot be recorded: it is no op; make the mask outside of make_fx")
     out = torch.empty(shape, dtype=getattr(torch, flash_attn_2_cuda.flex_check(program.text)), device=device)
+    _check_is_plain("create_mask", out)
     flash_attn_2_cuda.flex_evaluate(program.text, tensors, numbers, out, scores)
     return ~torch.isneginf(out) if num == 5 else out.to(program.dtype)
 
@@ -223,6 +232,7 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
     rows, columns = -(-len_q // block_q), -(-len_kv // block_kv)
     shapes = [(b, h, rows), (b, h, rows, columns), (b, h, columns), (b, h, columns, rows)]
     lists = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes * 2)
+    _check_is_plain("create_block_mask", lists[0])
     sizes = (b, h, len_q, len_kv, block_q, block_kv)
     calls.classify(program.text, tensors, numbers, lists, *sizes, q_offset)
     return dict(zip(NAMES, lists))

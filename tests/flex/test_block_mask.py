@@ -257,6 +257,17 @@ def test_captures_of_another_device_are_refused():
         ours.create_block_mask(lambda b, h, q, k: table[q], 1, 1, 8, 8, device="cuda:0")
 
 
+@pytest.mark.parametrize("make", [ours.create_block_mask, ours.create_mask], ids=lambda make: make.__name__)
+def test_masks_are_made_outside_of_transforms(make):
+    def loss(x):
+        make(lambda b, h, q, k: q >= k, 1, 1, 9, 9, "cpu")
+        return x.sum()
+
+    with pytest.raises(NotImplementedError, match=f"{make.__name__} makes no mask within a function that torch.func"):
+        torch.func.grad(loss)(torch.randn(3))
+    assert torch.equal(torch.vmap(loss)(torch.ones(2, 3)), torch.full((2,), 3.0))
+
+
 def test_wrong_lists_are_refused():
     program, tensors, numbers = tracer.program_of(lambda b, h, q, k: q >= k)
     shapes = [(1, 1, 2), (1, 1, 2, 3), (1, 1, 3), (1, 1, 3, 2)]
