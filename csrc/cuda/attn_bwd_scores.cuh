@@ -119,12 +119,17 @@ DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
  * to the content of the registers. */
 template <int COLUMNS, bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
     wgmma_fence();
+    constexpr u32 step = matrix_descriptor_bytes(32);
+    constexpr bool BY_4 = ROW_BYTES == 128 && COLUMNS % CHUNK == 0; /* A chunk of columns is four products. */
 #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; k++) {
+    for (int k = 0; k < COLUMNS / 16; k += BY_4 ? 4 : 1) {
         const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
-        wgmma<BLOCK_Q, element>::ss<HIGH, HIGH>(
-            s, kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk),
-            q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk), ADDS || k > 0);
+        const u32 keys = kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk);
+        const u32 rows = q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk);
+        if constexpr (BY_4)
+            wgmma<BLOCK_Q, element>::template ss_4<HIGH, HIGH, step, step>(s, keys, rows, ADDS || k > 0);
+        else
+            wgmma<BLOCK_Q, element>::template ss<HIGH, HIGH>(s, keys, rows, ADDS || k > 0);
     }
     wgmma_commit_group();
 }
@@ -132,21 +137,27 @@ template <int COLUMNS, bool ADDS = false> DEVICE void issue_scores(float (&s)[S_
 /* Issues dV += P^T dO. dK += dS^T Q is issued alike. */
 template <int REGS> DEVICE void issue_update(float (&kv)[REGS], const u32 (&p)[P_REGS], u32 q_desc) {
     wgmma_fence();
+    constexpr u32 step = matrix_descriptor_bytes(16 * ROW_BYTES);
+    static_assert(BLOCK_Q % 64 == 0, "products of 16 rows are issued by fours");
 #pragma unroll
-    for (int k = 0; k < BLOCK_Q / 16; k++)
-        wgmma<2 * REGS, element>::rs<HIGH>(kv, p + 4 * k, q_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
+    for (int k = 0; k < BLOCK_Q / 16; k += 4)
+        wgmma<2 * REGS, element>::template rs_4<HIGH, step>(kv, p + 4 * k, q_desc + k * step);
     wgmma_commit_group();
 }
 
 /* Issues dQ = dS K for this warpgroup's rows or columns of dQ. */
 DEVICE void issue_dq(float (&dq)[DQ_REGS], u32 ds_desc, u32 k_desc) {
     wgmma_fence();
+    constexpr u32 step = matrix_descriptor_bytes(32), k_step = matrix_descriptor_bytes(16 * ROW_BYTES);
+    constexpr bool BY_4 = ROW_BYTES == 128 && BLOCK_KV % CHUNK == 0; /* A chunk of keys is four products. */
 #pragma unroll
-    for (int k = 0; k < BLOCK_KV / 16; k++) {
+    for (int k = 0; k < BLOCK_KV / 16; k += BY_4 ? 4 : 1) {
         const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
-        wgmma<DQ_COLUMNS, element>::ss<HIGH, HIGH, 1>(
-            dq, ds_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
-            k_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES), k > 0);
+        const u32 ds = ds_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk);
+        if constexpr (BY_4)
+            wgmma<DQ_COLUMNS, element>::template ss_4<HIGH, HIGH, step, k_step, 1>(dq, ds, k_desc + k * k_step, k > 0);
+        else
+            wgmma<DQ_COLUMNS, element>::template ss<HIGH, HIGH, 1>(dq, ds, k_desc + k * k_step, k > 0);
     }
     wgmma_commit_group();
 }

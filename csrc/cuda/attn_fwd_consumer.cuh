@@ -8,16 +8,20 @@
 
 static_assert(CTAS * (PRODUCER_REGS + WGS * CONSUMER_REGS) <= 512, "an SM has 64 K registers");
 
-/* S = Q K^T for the 64 rows of a warpgroup. wgmma contracts 32 bytes at a time. */
-DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
-    constexpr u32 high = matrix_descriptor_high(ROW_BYTES);
+/* S = Q K^T for the 64 rows of a warpgroup. T is `element`. wgmma contracts 32 bytes at a time. */
+template <class T> DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
+    constexpr u32 high = matrix_descriptor_high(ROW_BYTES), step = matrix_descriptor_bytes(32);
+    constexpr bool BY_4 = T::BYTES == 2 && ROW_BYTES == 128; /* A chunk of columns is four products. */
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < D_QK; k += 32 / element::BYTES) {
+    for (int k = 0; k < D_QK; k += BY_4 ? CHUNK : 32 / element::BYTES) {
         const int chunk = k / CHUNK, in_chunk = k % CHUNK * element::BYTES;
-        wgmma<BLOCK_KV, element>::ss<high, high>(
-            S, q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk),
-            k_desc + matrix_descriptor_bytes(chunk * BLOCK_KV * ROW_BYTES + in_chunk), k > 0);
+        const u32 q = q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk);
+        const u32 k_keys = k_desc + matrix_descriptor_bytes(chunk * BLOCK_KV * ROW_BYTES + in_chunk);
+        if constexpr (BY_4)
+            wgmma<BLOCK_KV, T>::template ss_4<high, high, step, step>(S, q, k_keys, k > 0);
+        else
+            wgmma<BLOCK_KV, T>::template ss<high, high>(S, q, k_keys, k > 0);
     }
     wgmma_commit_group();
 }
@@ -36,7 +40,8 @@ enum which_tile { THIS_TILE = 0, PREVIOUS_TILE = 1 };
  * A kernel's struct `consumer` derives from this one. The functions behind this struct call these members of it:
  *
  *   begin_rows             O, its sum and the row maximum at the begin of a work tile
- *   step<IS_FIRST>         takes a key tile and sets goes_on. The first step stores O of the tile before.
+ *   step<IS_FIRST>         takes a key tile and sets goes_on. The first step stores O of the tile before. In 8 bits
+ *                          run_steps takes all key tiles of a work tile.
  *   repeat_step            the step of a work tile that failed
  *   issue_pv               O += P V of the last key tile
  *   store_o                stores O and lse of the warp's row strip
@@ -129,7 +134,7 @@ struct consumer_base {
 
     /* ---- parts of a step ---- */
 
-    DEVICE void issue_s(float (&S)[S_REGS]) { issue_scores(S, q_desc, k_desc_0 + k_ring.stage * K_STAGE); }
+    DEVICE void issue_s(float (&S)[S_REGS]) { issue_scores<element>(S, q_desc, k_desc_0 + k_ring.stage * K_STAGE); }
     DEVICE void begin_rows() {
 #pragma unroll
         for (int i = 0; i < O_REGS; i++) O[i] = 0;
@@ -137,7 +142,8 @@ struct consumer_base {
     }
     DEVICE void rescale_o(const float (&alpha)[2]) {
 #pragma unroll
-        for (int i = 0; i < O_REGS; i++) O[i] *= alpha[row_of(i)];
+        for (int i = 0; i < O_REGS; i += 4)
+            O[i] *= alpha[0], O[i + 1] *= alpha[0], O[i + 2] *= alpha[1], O[i + 3] *= alpha[1];
     }
 
     /* What is known of the key tile at a place of the walk. Its K has come. */
@@ -217,7 +223,8 @@ struct consumer_base {
         const int first_row = row_of_strip(p, t, row_block, warp);
         if (is_new && first_row < t.len_q) store_zeros(p, t, first_row, row_block);
     }
-    /* What a kernel adds: P V of a work tile is complete; a repeated tile is computed. */
+    /* What a kernel adds: a work tile begins; its P V is complete; a repeated tile is computed. */
+    DEVICE void begin_steps() {}
     DEVICE void complete_o() {}
     DEVICE void end_repeat() {}
 
@@ -252,14 +259,6 @@ template <class consumer> DEVICE tile_command begin_tile(consumer &c) {
     return command;
 }
 
-/* The work tile's O stays in registers. The first step of the next tile stores it. */
-template <class consumer> DEVICE void compute_tile(consumer &c) {
-    c.walk.begin_rows(c.p, c.diagonal - c.lane / 4, c.tile_of(THIS_TILE).len_kv);
-    c.skip_unseen_steps();
-    c.template step<true>();
-#pragma unroll 1
-    while (c.goes_on) c.template step<false>();
-}
 /* Computes and stores a work tile that failed, alone. Only row strips that failed are stored, because the other row
  * strips have been stored before. */
 template <class consumer> DEVICE void repeat_tile(consumer &c) {
@@ -275,12 +274,24 @@ template <class consumer> DEVICE void repeat_tile(consumer &c) {
         c.store_o(THIS_TILE, t, c.row_block, row_of_strip(c.p, t, c.row_block, c.warp));
 }
 
+/* One consumer warpgroup, for the whole launch. A work tile's O stays in registers, and the first step of the next tile
+ * stores it. NOTE: NVRTC copies all steps into each function around them, one after the other. So this function calls
+ * the steps itself, and the kernel calls this function. */
 template <class consumer> DEVICE void run(consumer &c) {
     if (c.wg == WGS - 1) c.pass_turn(); /* Warpgroup 0 has the first turn. */
     for (;;) {
         const tile_command command = begin_tile(c);
         if (command == COMPUTE && !c.is_idle()) {
-            compute_tile(c);
+            c.walk.begin_rows(c.p, c.diagonal - c.lane / 4, c.tile_of(THIS_TILE).len_kv);
+            c.begin_steps();
+            c.skip_unseen_steps();
+            if constexpr (element::BYTES == 1) {
+                c.run_steps();
+            } else {
+                c.template step<true>();
+#pragma unroll 1
+                while (c.goes_on) c.template step<false>();
+            }
             continue;
         }
         finish_previous_tile_now(c);
@@ -294,15 +305,6 @@ template <class consumer> DEVICE void run(consumer &c) {
         c.release_q(THIS_TILE);
     }
     if (WAITS_FOR_STORES && c.is_leader) cp_async_bulk_wait_all_read(); /* Shared memory outlives its readers. */
-}
-
-/* One consumer warpgroup, for the whole launch. */
-template <class consumer> DEVICE void consume(const params &p, shared_memory &smem, int wg) {
-    float O[O_REGS];
-    u32 P[P_REGS];
-    online_softmax softmax;
-    consumer c(p, smem, wg, O, P, softmax);
-    run(c);
 }
 
 #endif

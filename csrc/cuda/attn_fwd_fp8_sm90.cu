@@ -514,6 +514,9 @@ struct consumer : consumer_base {
             store_directly(O, factor, p, t, first_row, block);
         store_lse(lse, p, t, first_row, block);
     }
+    DEVICE void begin_steps() {
+        if constexpr (HOLDS_Q) load_q_registers();
+    }
     /* Stores O of the tile before. A row strip that failed is not stored: the scheduler will give its tile out
      * again. */
     DEVICE void finish_previous_tile() {
@@ -528,14 +531,6 @@ struct consumer : consumer_base {
         }
     }
 };
-
-/* Takes the place of the function of attn_fwd_consumer.cuh. */
-DEVICE void compute_tile(consumer &c) {
-    c.walk.begin_rows(c.p, c.diagonal - c.lane / 4, c.tile_of(THIS_TILE).len_kv);
-    if constexpr (HOLDS_Q) c.load_q_registers();
-    c.skip_unseen_steps();
-    c.run_steps();
-}
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */
 

@@ -92,11 +92,13 @@ static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys"
 
 /* O += P V for the 64 rows of a warpgroup. */
 DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc) {
-    constexpr u32 high = matrix_descriptor_high(ROW_BYTES);
+    constexpr u32 high = matrix_descriptor_high(ROW_BYTES), step = matrix_descriptor_bytes(16 * ROW_BYTES);
+    constexpr int NUM = BLOCK_KV / 16, NUM_BY_4 = NUM / 4 * 4;
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BLOCK_KV / 16; k++)
-        wgmma<D_V, element>::rs<high>(O, P + 4 * k, v_desc + matrix_descriptor_bytes(k * 16 * ROW_BYTES));
+    for (int k = 0; k < NUM_BY_4; k += 4) wgmma<D_V, element>::rs_4<high, step>(O, P + 4 * k, v_desc + k * step);
+#pragma unroll
+    for (int k = NUM_BY_4; k < NUM; k++) wgmma<D_V, element>::rs<high>(O, P + 4 * k, v_desc + k * step);
     wgmma_commit_group();
 }
 
@@ -302,8 +304,7 @@ struct consumer : consumer_base {
         for (int r = 0; r < 2; r++) {
             const bool is_unseen = sum_of_quad(softmax.sum[r]) == 0;
 #pragma unroll
-            for (int i = 0; i < O_REGS; i++)
-                if (row_of(i) == r && is_unseen) O[i] = 0;
+            for (int i = 2 * r; i < O_REGS; i += 4) O[i] = is_unseen ? 0 : O[i], O[i + 1] = is_unseen ? 0 : O[i + 1];
         }
     }
 
@@ -361,6 +362,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
         if (CACHE && warp == 2) value_producer{p, smem}.run();
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
-        consume<consumer>(p, smem, wg - 1);
+        float O[O_REGS];
+        u32 P[P_REGS];
+        online_softmax softmax;
+        consumer c(p, smem, wg - 1, O, P, softmax);
+        run(c);
     }
 }

@@ -29,12 +29,12 @@ struct online_softmax {
 /* S becomes the scores of score.cuh, in natural units. first_key and diagonal are those of mask_scores. */
 DEVICE void change_scores(float (&S)[S_REGS], const params &p, const score_head &q_head, int first_key, int diagonal) {
     const score_of<FAST, false, params> score(p);
-    if (p.softcap > 0) {
+    if (score.softcap > 0) {
         float unused;
 #pragma unroll
         for (int i = 0; i < S_REGS; i++) S[i] = score.capped(S[i], unused);
     }
-    const float scale = p.softcap > 0 ? 1 : p.score_scale;
+    const float scale = score.softcap > 0 ? 1 : score.scale;
     if (p.alibi_slopes) {
         /* Only one pair's distance is converted. The sums for the others are exact, and pairs of a diagonal share
          * one. */
@@ -42,7 +42,7 @@ DEVICE void change_scores(float (&S)[S_REGS], const params &p, const score_head 
 #pragma unroll
         for (int i = 0; i < S_REGS; i++)
             S[i] = fmaf(S[i], scale, -q_head.slope * fabsf(distance + (float)(8 * row_of(i) - column_of(i))));
-    } else if (!(p.softcap > 0)) {
+    } else if (!(score.softcap > 0)) {
 #pragma unroll
         for (int i = 0; i < S_REGS; i++) S[i] *= scale;
     }
@@ -62,9 +62,12 @@ DEVICE void mask_scores(float (&S)[S_REGS], const params &p, int len_kv, int fir
 }
 
 #if FLEX
-/* S becomes the scores of the user's score_mod. key is that of this thread's first column, and row its first row. */
+/* S becomes the scores of the user's score_mod. key is that of this thread's first column, and row its first row. NOTE:
+ * the values are a copy. A load of a capture is a volatile statement in CUDA's headers. Behind each load NVRTC would
+ * read the parameters again, and do their arithmetic again. In the backward a copy makes ptxas spill. */
 DEVICE void score_by_mod(float (&S)[S_REGS], const params &p, const score_head &q_head, int key, int row) {
-    const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
+    const flex_values values = p.values;
+    const mod_functions mod(values, q_head.b_idx, q_head.head, 0);
 #pragma unroll
     for (int i = 0; i < S_REGS; i++)
         S[i] = mod.score(__fmul_rn(S[i], p.score_scale), row + 8 * row_of(i), key + column_of(i));
@@ -156,15 +159,16 @@ struct hidden_pairs {
 
 /* ---- the row maximum ------------------------------------------------------------------------------------------- */
 
-/* The larger one, as the bits of a float. The comparison of bits is right while y is not negative. A negative y loses
- * against any x that is not negative. */
-DEVICE int larger(int x, float y) { return max(x, __float_as_int(y)); }
-
-/* The largest of the thread's values in each row, as the bits of a float, or 0. */
+/* The largest of the thread's values in each row, as the bits of a float, or 0. The comparison of bits is right while a
+ * value is not negative. A negative one loses against 0. NOTE: a wrapper takes the bits. A register of S of which the
+ * text itself takes them would hold bits for NVRTC, and each use would convert them: 2% of its time. */
 DEVICE void find_largest(const float (&S)[S_REGS], int (&largest)[2]) {
     largest[0] = largest[1] = 0;
 #pragma unroll
-    for (int i = 0; i < S_REGS; i++) largest[row_of(i)] = larger(largest[row_of(i)], S[i]);
+    for (int i = 0; i < S_REGS; i += 8) {
+        largest[0] = max_of_bits(largest[0], S[i], S[i + 1], S[i + 4], S[i + 5]);
+        largest[1] = max_of_bits(largest[1], S[i + 2], S[i + 3], S[i + 6], S[i + 7]);
+    }
 }
 
 /* Says whether a score is so far above m that P might not be a float, or not fit in fp16. Where m is negative, some
@@ -252,7 +256,8 @@ DEVICE void raise_to_p(float (&S)[S_REGS], online_softmax &softmax, float (&alph
         softmax.sum[r] *= alpha[r];
     }
 #pragma unroll
-    for (int i = 0; i < S_REGS; i++) S[i] *= alpha[row_of(i)];
+    for (int i = 0; i < S_REGS; i += 4)
+        S[i] *= alpha[0], S[i + 1] *= alpha[0], S[i + 2] *= alpha[1], S[i + 3] *= alpha[1];
 }
 
 /* Scores beyond the range of fp32 in units of log2 become infinite. There c m would be infinite, and the LSE with it,
@@ -319,20 +324,20 @@ struct repeated_scores {
  * sum_rows. Returns a bit for each register of S, that says whether its pair counts. Those of score -inf do not.
  *
  * NOTE: repetitions are rare, so their text is to be short: NVRTC took a quarter of its time for a repetition with
- * unrolled loops. S goes through local memory instead. The local array must have another type than S. Otherwise NVRTC
+ * unrolled loops. S goes through local memory instead. The local array must have another length than S. Otherwise NVRTC
  * makes one array of both, S is not in registers, and ptxas runs products one by one (C7514). Whole warp. */
 DEVICE u64 exponentiate_in_loops(float (&S)[S_REGS], online_softmax &softmax, float (&alpha)[2],
                                  const repeated_scores &scores, float scale_log2) {
-    u32 bits[S_REGS];
+    float local[S_REGS + 4];
     float largest[2] = {-INF, -INF}, m[2], sum[2] = {0, 0};
     u64 seen = 0;
 #pragma unroll
-    for (int i = 0; i < S_REGS; i++) bits[i] = __float_as_uint(S[i]);
+    for (int i = 0; i < S_REGS; i++) local[i] = S[i];
 #pragma unroll 1
     for (int i = 0; i < S_REGS; i++) {
-        float x = scores(__uint_as_float(bits[i]), i);
+        float x = scores(local[i], i);
         if (fabsf(x * scale_log2) == INF) x *= INF;
-        bits[i] = __float_as_uint(x);
+        local[i] = x;
         seen |= (u64)(x != -INF) << i;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -350,26 +355,35 @@ DEVICE u64 exponentiate_in_loops(float (&S)[S_REGS], online_softmax &softmax, fl
     }
 #pragma unroll 1
     for (int i = 0; i < S_REGS; i++) {
-        const float x = __uint_as_float(bits[i]) - (row_of(i) ? m[1] : m[0]);
+        const float x = local[i] - (row_of(i) ? m[1] : m[0]);
         const float prob = ex2(fmaf(x, scale_log2, -element::HEADROOM));
-        bits[i] = __float_as_uint(prob);
+        local[i] = prob;
 #pragma unroll
         for (int r = 0; r < 2; r++) sum[r] += row_of(i) == r ? prob : 0;
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) softmax.sum[r] += sum[r];
 #pragma unroll
-    for (int i = 0; i < S_REGS; i++) S[i] = __uint_as_float(bits[i]);
+    for (int i = 0; i < S_REGS; i++) S[i] = local[i];
     return seen;
 }
 #endif
 
-/* S becomes P, for the rows asked for. */
+/* S becomes P, for the rows asked for. NOTE: a loop's body has no branch that depends on i. NVRTC unrolls the branches
+ * first, and decides them later. */
 DEVICE void exponentiate_rows(float (&S)[S_REGS], const online_softmax &softmax, float scale_log2, bool first_row,
                               bool second_row) {
 #pragma unroll
-    for (int i = 0; i < S_REGS; i++)
-        if (row_of(i) == 0 ? first_row : second_row) S[i] = ex2(fmaf(S[i], scale_log2, -softmax.max_log2[row_of(i)]));
+    for (int i = 0; i < S_REGS; i += 4) {
+        if (first_row) {
+            S[i] = ex2(fmaf(S[i], scale_log2, -softmax.max_log2[0]));
+            S[i + 1] = ex2(fmaf(S[i + 1], scale_log2, -softmax.max_log2[0]));
+        }
+        if (second_row) {
+            S[i + 2] = ex2(fmaf(S[i + 2], scale_log2, -softmax.max_log2[1]));
+            S[i + 3] = ex2(fmaf(S[i + 3], scale_log2, -softmax.max_log2[1]));
+        }
+    }
 }
 
 /* S is P by now. This adds four keys first and keeps the largest of such sums, as the bits of a float. No P is
@@ -377,12 +391,18 @@ DEVICE void exponentiate_rows(float (&S)[S_REGS], const online_softmax &softmax,
 DEVICE void sum_rows(const float (&S)[S_REGS], online_softmax &softmax, int (&largest)[2], bool first_row,
                      bool second_row) {
 #pragma unroll
-    for (int i = 0; i < S_REGS; i += 2)
-        if (i % 8 < 4 && (row_of(i) == 0 ? first_row : second_row)) {
+    for (int i = 0; i < S_REGS; i += 8) {
+        if (first_row) {
             const float four = (S[i] + S[i + 1]) + (S[i + 4] + S[i + 5]);
-            softmax.sum[row_of(i)] += four;
-            largest[row_of(i)] = max(largest[row_of(i)], __float_as_int(four));
+            softmax.sum[0] += four;
+            largest[0] = max(largest[0], __float_as_int(four));
         }
+        if (second_row) {
+            const float four = (S[i + 2] + S[i + 3]) + (S[i + 6] + S[i + 7]);
+            softmax.sum[1] += four;
+            largest[1] = max(largest[1], __float_as_int(four));
+        }
+    }
 }
 
 /* Clears the dropped elements of P, by the generator of cpu/dropout.h. One call serves the 16 registers of a patch

@@ -189,6 +189,19 @@ DEVICE float max_nan(float x, float y) {
     return larger;
 }
 
+/* The largest of x and the bits of four floats, all as signed integers. [max] */
+DEVICE int max_of_bits(int x, float y0, float y1, float y2, float y3) {
+    int largest;
+    asm("{.reg .b32 y;\n"
+        "mov.b32 y, %2; max.s32 %0, %1, y;\n"
+        "mov.b32 y, %3; max.s32 %0, %0, y;\n"
+        "mov.b32 y, %4; max.s32 %0, %0, y;\n"
+        "mov.b32 y, %5; max.s32 %0, %0, y;}"
+        : "=&r"(largest)
+        : "r"(x), "f"(y0), "f"(y1), "f"(y2), "f"(y3));
+    return largest;
+}
+
 /* 1 / x. [rcp] */
 DEVICE float rcp(float x) {
     float y;

@@ -298,10 +298,29 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
  *      [16, N], MN-major. With A_ACROSS, A is [16, 64], MN-major.
  * rs_along  rs with B [N, 16] K-major, D = A B + (accumulate ? D : 0)
  * rs   D += A B. A [64, 16] is in registers, B [16, N] in shared memory, MN-major. Register 0 of A holds the pair in
- *      row l / 4, columns 2 (l % 4) + {0, 1}. Register 1 has row + 8, register 2 columns + 8, register 3 both. */
+ *      row l / 4, columns 2 (l % 4) + {0, 1}. Register 1 has row + 8, register 2 columns + 8, register 3 both.
+ *
+ * ss_4 and rs_4 are four such products, one after the other. The next product's A and B begin A_STEP and B_STEP behind
+ * (matrix_descriptor_bytes), and its registers of A follow. The first product adds to D if accumulate, and the others
+ * always do. NOTE: each statement has all registers of D as operands. So NVRTC takes less time for one statement with
+ * four products than for four statements (measurements/forward.md). */
 template <int N, class T> struct wgmma;
 
-#define WGMMA(N, T, TYPE, REGS, R0, R1, R2, R3, R4, R5, R6)                                                          \
+/* Product i of four, with the steps as numbers of operands. */
+#define WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, i, ACC)                                       \
+    "add.u32 low, %" #R0 ", %" #R7 " * " #i ";\n"                                                                  \
+    "mov.b64 a, {low, %" #R3 "};\n"                                                                                \
+    "add.u32 low, %" #R1 ", %" #R8 " * " #i ";\n"                                                                  \
+    "mov.b64 b, {low, %" #R4 "};\n"                                                                                \
+    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS "}, a, b, " #ACC ", 1, 1, %" #R6 \
+                                                                                  ", %" #R5 ";\n"
+#define WGMMA_RS_OF_4(N, TYPE, REGS, A0, A1, A2, A3, R16, R17, R18, i)                                            \
+    "add.u32 low, %" #R16 ", %" #R18 " * " #i ";\n"                                                               \
+    "mov.b64 b, {low, %" #R17 "};\n"                                                                              \
+    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS "}, {%" #A0 ", %" #A1 ", %" #A2 \
+                                                                                  ", %" #A3 "}, b, 1, 1, 1, 1;\n"
+
+#define WGMMA(N, T, TYPE, REGS, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10, R11, R12, R13, R14, R15, R16, R17, R18) \
     template <> struct wgmma<N, T> {                                                                                 \
         template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0>                                        \
         static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {                                      \
@@ -314,6 +333,18 @@ template <int N, class T> struct wgmma;
                          : D_##REGS                                                                                  \
                          : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS), "n"(A_ACROSS)); \
         }                                                                                                            \
+        template <u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS = 0, int A_ACROSS = 0>                \
+        static DEVICE void ss_4(float (&d)[REGS], u32 a, u32 b, int accumulate) {                                    \
+            asm volatile("{.reg .pred acc; .reg .b32 low; .reg .b64 a, b;\n"                                         \
+                         "setp.ne.b32 acc, %" #R2                                                                    \
+                         ", 0;\n" WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, 0, acc)               \
+                             WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, 1, 1)                      \
+                                 WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, 2, 1)                  \
+                                     WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, 3, 1) "}"          \
+                         : D_##REGS                                                                                  \
+                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS), "n"(A_ACROSS),  \
+                           "n"(A_STEP), "n"(B_STEP));                                                                \
+        }                                                                                                            \
         template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {                         \
             asm volatile("{.reg .b64 b;\n"                                                                           \
                          "mov.b64 b, {%" #R4 ", %" #R5 "};\n"                                                        \
@@ -321,6 +352,17 @@ template <int N, class T> struct wgmma;
                          "}, {%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}, b, 1, 1, 1, 1;}"                              \
                          : D_##REGS                                                                                  \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));                         \
+        }                                                                                                            \
+        template <u32 B_HIGH, u32 B_STEP> static DEVICE void rs_4(float (&d)[REGS], const u32 *a, u32 b) {           \
+            asm volatile(                                                                                            \
+                "{.reg .b32 low; .reg .b64 b;\n" WGMMA_RS_OF_4(N, TYPE, REGS, R0, R1, R2, R3, R16, R17, R18, 0)      \
+                    WGMMA_RS_OF_4(N, TYPE, REGS, R4, R5, R6, R7, R16, R17, R18, 1)                                   \
+                        WGMMA_RS_OF_4(N, TYPE, REGS, R8, R9, R10, R11, R16, R17, R18, 2)                             \
+                            WGMMA_RS_OF_4(N, TYPE, REGS, R12, R13, R14, R15, R16, R17, R18, 3) "}"                   \
+                : D_##REGS                                                                                           \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), \
+                  "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(b),         \
+                  "n"(B_HIGH), "n"(B_STEP));                                                                         \
         }                                                                                                            \
         template <u32 B_HIGH> static DEVICE void rs_along(float (&d)[REGS], const u32 *a, u32 b, int accumulate) {   \
             asm volatile("{.reg .pred acc; .reg .b64 b;\n"                                                           \
@@ -332,21 +374,24 @@ template <int N, class T> struct wgmma;
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH), "r"(accumulate));        \
         }                                                                                                            \
     };
-#define WGMMA_BOTH(N, REGS, ...)              \
-    WGMMA(N, bf16, "bf16", REGS, __VA_ARGS__) \
-    WGMMA(N, fp16, "f16", REGS, __VA_ARGS__)
+/* Each of the two types in a kernel of its own. */
+#if defined(BF16) && BF16
+#define WGMMA_16(N, REGS, ...) WGMMA(N, bf16, "bf16", REGS, __VA_ARGS__)
+#else
+#define WGMMA_16(N, REGS, ...) WGMMA(N, fp16, "f16", REGS, __VA_ARGS__)
+#endif
 
-WGMMA_BOTH(64, 32, 32, 33, 34, 35, 36, 37, 38)
-WGMMA_BOTH(80, 40, 40, 41, 42, 43, 44, 45, 46)
-WGMMA_BOTH(96, 48, 48, 49, 50, 51, 52, 53, 54)
-WGMMA_BOTH(112, 56, 56, 57, 58, 59, 60, 61, 62)
-WGMMA_BOTH(128, 64, 64, 65, 66, 67, 68, 69, 70)
-WGMMA_BOTH(160, 80, 80, 81, 82, 83, 84, 85, 86)
-WGMMA_BOTH(192, 96, 96, 97, 98, 99, 100, 101, 102)
-WGMMA_BOTH(256, 128, 128, 129, 130, 131, 132, 133, 134)
+WGMMA_16(64, 32, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50)
+WGMMA_16(80, 40, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58)
+WGMMA_16(96, 48, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66)
+WGMMA_16(112, 56, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74)
+WGMMA_16(128, 64, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82)
+WGMMA_16(160, 80, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98)
+WGMMA_16(192, 96, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114)
+WGMMA_16(256, 128, 128, 129, 130, 131, 132, 133, 134, 135, 136, 137, 138, 139, 140, 141, 142, 143, 144, 145, 146)
 
+#undef WGMMA_16
 #undef WGMMA
-#undef WGMMA_BOTH
 
 /* Whole warpgroup. Elements of 8 bits: both matrices are K-major, always. [wgmma.mma_async]
  *

@@ -53,30 +53,30 @@ DEVICE float tanh_exactly(float x) {
 
 /* p are the parameters of a kernel, with score_scale and softcap. */
 template <score_precision PRECISION, bool HAS_DERIVATIVE, class params> struct score_of {
-    const params &p;
-    float exponent; /* FAST: the exponent of softcap, 2^(exponent x) = exp(2 y / softcap) */
+    float scale, softcap; /* NOTE: copies. NVRTC would keep the question for softcap in each score otherwise. */
+    float exponent;       /* FAST: the exponent of softcap, 2^(exponent x) = exp(2 y / softcap) */
 
     DEVICE score_of(const params &p)
-        : p(p), exponent(PRECISION == FAST && p.softcap > 0 ? p.score_scale * 2 * LOG2_E / p.softcap : 0) {}
+        : scale(p.score_scale), softcap(p.softcap),
+          exponent(PRECISION == FAST && softcap > 0 ? scale * 2 * LOG2_E / softcap : 0) {}
 
     /* Returns cap(scale x), and its derivative by scale x. */
     DEVICE float capped(float x, float &derivative) const {
         if (PRECISION == EXACT) {
-            float y = __fmul_rn(x, p.score_scale), t = 0;
-            if (p.softcap > 0) {
-                t = tanh_exactly(y / p.softcap);
-                y = p.softcap * t;
+            float y = __fmul_rn(x, scale), t = 0;
+            if (softcap > 0) {
+                t = tanh_exactly(y / softcap);
+                y = softcap * t;
             }
             derivative = 1 - t * t;
             return y;
         }
         float r = 0;
         if (HAS_DERIVATIVE) {
-            r = p.softcap > 0 ? rcp(1 + ex2(x * exponent)) : 0;
-            derivative = p.softcap > 0 ? 4 * r * (1 - r) : 1;
+            r = softcap > 0 ? rcp(1 + ex2(x * exponent)) : 0;
+            derivative = softcap > 0 ? 4 * r * (1 - r) : 1;
         }
-        return p.softcap > 0 ? p.softcap - 2 * p.softcap * (HAS_DERIVATIVE ? r : rcp(1 + ex2(x * exponent)))
-                             : x * p.score_scale;
+        return softcap > 0 ? softcap - 2 * softcap * (HAS_DERIVATIVE ? r : rcp(1 + ex2(x * exponent))) : x * scale;
     }
 
     /* Returns the score of key j and the query at `diagonal`, and the derivative of the score by scale x. */

@@ -23,7 +23,9 @@ constexpr u32 matrix_descriptor_high(int) { return 0; }
 constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes; }
 template <int N, class T> struct wgmma {
     template <u32...> static void ss(...) {}
+    template <u32...> static void ss_4(...) {}
     template <u32...> static void rs(...) {}
+    template <u32...> static void rs_4(...) {}
 };
 static void wgmma_fence() {}
 static void wgmma_commit_group() {}
