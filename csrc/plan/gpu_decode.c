@@ -129,7 +129,7 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
     const int64_t group = p->h / p->h_kv, block_q = plan->block_q, sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1;
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t batches = packed ? 1 : p->b;
-    const int64_t heads = fa_tile_heads(p, QUERIES), rows = QUERIES / heads;
+    const int64_t heads = fa_tile_heads(p, QUERIES, machine->gpu_sms), rows = QUERIES / heads;
     const int64_t others = p->h / heads * (packed ? p->total_q / rows + p->b : ceil_div(p->len_q, rows));
     const int64_t mine = p->h_kv * (packed ? p->total_q * group / block_q + p->b : ceil_div(p->len_q * group, block_q));
     const double mine_cost = (double)(mine * block_q) / 64 * cost;

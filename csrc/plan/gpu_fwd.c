@@ -9,19 +9,46 @@
 
 static int64_t round_up(int64_t x, int64_t y) { return (x + y - 1) / y * y; }
 
-/* Returns the cost of a sequence with this row's tiles. A tile is computed as a whole. So is a step over keys, which
- * matters with few keys. Short sequences wait for memory rather than for products. They wait longest if a step needs
- * more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and keys a step:
+/* With a cache: how many rows an SM computes if work tiles of block_q rows have `heads` heads each. Packed sequences
+ * count as many rows as they have on average. For num_splits = 1 the rows of one sequence and key head stand for them:
+ * the rows of a strip raise their maximum together, and bits must not depend on the batch. */
+static int64_t rows_of_an_sm(const fa_problem *p, int64_t block_q, int64_t heads, int sms) {
+    const int64_t rows = block_q / heads, group = p->h / p->h_kv, width = sms > 0 ? sms : 1;
+    const int64_t q_tiles = p->cu_seqlens_q ? p->total_q / rows + p->b : p->b * (round_up(p->len_q, rows) / rows);
+    if (p->num_splits == 1 && !p->cu_seqlens_q) return round_up(p->len_q, rows) * group;
+    return round_up(p->h / heads * q_tiles, width) / width * block_q;
+}
+
+/* As few heads as let SMs compute the fewest rows. Tiles that fill the GPU once end sooner if more SMs read the keys.
+ * With 32 queries over 8192 keys, 32/8 heads, head_dim 128, an H100 took 69 us for 4 sequences with tiles of one head,
+ * and 93 with tiles of four heads. For 16 sequences it took 259 and 195 us. A row strip has 16 rows. */
+int fa_tile_heads(const fa_problem *p, int64_t block_q, int sms) {
+    enum { STRIP = 16 };
+    int64_t best = 1, fewest = INT64_MAX;
+    if (!fa_reads_cache(p) || p->h_kv == 0) return 1;
+    for (int64_t heads = 1; heads <= p->h / p->h_kv && STRIP * heads <= block_q; heads++) {
+        if (p->h / p->h_kv % heads || block_q % (STRIP * heads)) continue;
+        const int64_t rows = rows_of_an_sm(p, block_q, heads, sms);
+        if (rows < fewest) best = heads, fewest = rows;
+    }
+    return (int)best;
+}
+
+/* Returns the cost of a sequence with this row's tiles, or of an SM's share of a cache. A tile is computed as a whole.
+ * So is a step over keys, which matters with few keys. Short sequences wait for memory rather than for products. They
+ * wait longest if a step needs more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and keys a
+ * step:
  *   length 100: 36.7 us with 192 rows and 128 keys, 29.3 with 128 rows and 64 keys;
  *   length 192: 49.5 us with 192 rows and 128 keys, 47.2 with 256 rows and 64 keys.
  * At head_dim 128 it takes, with 16 heads, 128 rows, and 128 or 64 keys a step:
  *   4 sequences of 4096 queries: 77 keys 74.7 and 58.7 us, 128 keys 73.0 and 58.5, 256 keys 82.0 and 89.3;
  *   80 sequences of length 200:  109.2 and 113.6 us. */
-static int64_t cost_of_a_sequence(const fa_problem *p, const fa_fwd_sm90_columns *t) {
+static int64_t cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
     enum { FEW_KEYS = 128, SHORT = 256 * 64 }; /* elements of a head's keys */
     const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS, block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs;
-    const int64_t cost =
-        round_up(p->len_q, block_q / fa_tile_heads(p, block_q)) * round_up(keys, t->block_kv) * t->cost;
+    const int64_t rows = fa_reads_cache(p) ? rows_of_an_sm(p, block_q, fa_tile_heads(p, block_q, sms), sms)
+                                           : round_up(p->len_q, block_q);
+    const int64_t cost = rows * round_up(keys, t->block_kv) * t->cost;
     return p->len_kv * t->d <= SHORT && t->block_kv > 64 ? 2 * cost : cost;
 }
 
@@ -41,23 +68,6 @@ static int heads_in_group(const fa_problem *p) {
     while (2 * kv_heads * kv_bytes <= (kv_heads < 16 ? 32 : 16) << 20) kv_heads *= 2;
     const int64_t group = kv_heads * (p->h / p->h_kv);
     return (int)(group < heads ? group : heads);
-}
-
-/* As many heads as make the work tiles fewest, and of these the fewest heads. A row strip has 16 rows. Packed sequences
- * count as many rows as they have on average. Otherwise the choice does not depend on the batch, because the rows of a
- * strip raise their maximum together. */
-int fa_tile_heads(const fa_problem *p, int64_t block_q) {
-    enum { STRIP = 16 };
-    const int64_t group = p->h_kv > 0 ? p->h / p->h_kv : 1;
-    const int64_t len_q = p->cu_seqlens_q && p->b > 0 ? (p->total_q + p->b - 1) / p->b : p->len_q;
-    int64_t best = 1, fewest = round_up(len_q, block_q) * group;
-    if (!fa_reads_cache(p)) return 1;
-    for (int64_t heads = 2; heads <= group && STRIP * heads <= block_q; heads++) {
-        if (group % heads || block_q % (STRIP * heads)) continue;
-        const int64_t rows = round_up(len_q, block_q / heads) * group;
-        if (rows < fewest) best = heads, fewest = rows;
-    }
-    return (int)best;
 }
 
 /* Do CTAs take their next work tile from a counter? They do not if each CTA has only one tile. They also do not if
@@ -133,7 +143,7 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     for (int later = row + 1; later < family->num_rows; later++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row), *other = fa_fwd_sm90_row(later);
         if (other->d != t->d || other->d_v != t->d_v || (family->rows[later].serves & wanted) != wanted) continue;
-        const bool is_better = cost_of_a_sequence(p, other) < cost_of_a_sequence(p, t);
+        const bool is_better = cost_of(p, other, machine->gpu_sms) < cost_of(p, t, machine->gpu_sms);
         fa_rule_out(plan, family->rows[is_better ? row : later].name,
                     "its tiles reach further beyond the sequences' ends");
         if (is_better) row = later;
@@ -144,7 +154,7 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     if (reads_cache) plan->workspace_bytes = fa_rotated_q_bytes(p);
     plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_sm90_row(row)->wgs;
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
-    plan->gpu.tile_heads = fa_tile_heads(p, plan->block_q);
+    plan->gpu.tile_heads = fa_tile_heads(p, plan->block_q, machine->gpu_sms);
     if (features & FA_FLEX) {
         NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
         plan->gpu.has_hidden = fa_hidden_bytes(p, plan) > 0;

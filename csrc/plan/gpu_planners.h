@@ -13,7 +13,7 @@ fa_cuda_planner fa_plan_decode_sm90, fa_plan_fwd_sm90, fa_plan_fwd_fp8_sm90, fa_
 
 /* The order in which the persistent CTAs of a forward on Hopper take their work tiles. The plan has its block_q. */
 /* The query heads of one key head that share work tiles of block_q rows in attn_fwd_sm90. Without a cache it is 1. */
-int fa_tile_heads(const fa_problem *problem, int64_t block_q);
+int fa_tile_heads(const fa_problem *problem, int64_t block_q, int sms);
 void fa_plan_fwd_order(const fa_problem *problem, int64_t ctas, fa_plan *plan);
 
 #endif
