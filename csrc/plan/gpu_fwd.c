@@ -36,8 +36,8 @@ int fa_tile_heads(const fa_problem *p, int64_t block_q, int sms) {
 
 /* Returns the cost of a sequence with this row's tiles, or of an SM's share of a cache. A tile is computed as a whole.
  * So is a step over keys, which matters with few keys. Short sequences wait for memory rather than for products. They
- * wait longest if a step needs more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and keys a
- * step:
+ * wait longest if a step needs more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and keys
+ * a step:
  *   length 100: 36.7 us with 192 rows and 128 keys, 29.3 with 128 rows and 64 keys;
  *   length 192: 49.5 us with 192 rows and 128 keys, 47.2 with 256 rows and 64 keys.
  * At head_dim 128 it takes, with 16 heads, 128 rows, and 128 or 64 keys a step:
