@@ -25,6 +25,7 @@ import threading
 import time
 from statistics import median
 
+import flash_attn_2_cuda
 import torch
 from _results import add_out, command, need_gpu, save
 from cases import BENCH_GPU
@@ -166,6 +167,19 @@ def ready(kernels):
             calls.pop(name, None)
             print(f"  {name}: {str(error).splitlines()[0]}")
     return calls
+
+
+def by_kernels(words, call):
+    """The call with these words in place of FLASH_ATTN_CUDA_KERNEL."""
+
+    def chosen():
+        flash_attn_2_cuda.set_cuda_kernels(words)
+        try:
+            return call()
+        finally:
+            flash_attn_2_cuda.set_cuda_kernels(None)
+
+    return chosen
 
 
 def shuffled(items, rng):

@@ -13,9 +13,8 @@ Writes prompts_<device>.csv to the folder --out and prints the table.
 import argparse
 import random
 
-import flash_attn_2_cuda
 import torch
-from _gpu import in_turns, machine, ready
+from _gpu import by_kernels, in_turns, machine, ready
 from _results import add_out, command, need_gpu, save
 from cases import BENCH_PROMPTS
 from tables import print_tables
@@ -29,17 +28,6 @@ COLUMNS = "date", "device", "torch", "rule", *PROBLEM, "name", "ms", "tflops", "
 
 def randn(*shape):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-
-
-def generic(call):
-    def generic_call():
-        flash_attn_2_cuda.set_cuda_kernels("any,fwd_sm80")
-        try:
-            return call()
-        finally:
-            flash_attn_2_cuda.set_cuda_kernels(None)
-
-    return generic_call
 
 
 def kernels_of(case, options):
@@ -63,7 +51,7 @@ def kernels_of(case, options):
             return torch.ops.flash_attn_3.fwd(q, k, v, seqused_k=used, page_table=table, is_causal=True)
 
         found["ours", where] = ours, explain(flash_attn_with_kvcache, q, k, v, **asked).kernel
-        found["generic", where] = generic(ours), ""
+        found["generic", where] = by_kernels("any,fwd_sm80", ours), ""
         if options.fa3:
             found["FA3", where] = fa3, ""
         if layout == "dense":

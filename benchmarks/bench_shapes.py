@@ -15,10 +15,9 @@ import random
 import warnings
 from functools import partial
 
-import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
-from _gpu import in_turns, machine, peak_memory, ready
+from _gpu import by_kernels, in_turns, machine, peak_memory, ready
 from _results import add_out, command, need_gpu, save
 from cases import BENCH_SHAPES
 from tables import print_tables
@@ -62,17 +61,8 @@ def ours(shape, causal, dtype):
     return partial(flash_attn_func, *tensors(shape, dtype), causal=causal)
 
 
-def generic(shape, causal, dtype):
-    call = ours(shape, causal, dtype)
-
-    def generic_call():
-        flash_attn_2_cuda.set_cuda_kernels("any")
-        try:
-            return call()
-        finally:
-            flash_attn_2_cuda.set_cuda_kernels(None)
-
-    return generic_call
+def generic(*problem):
+    return by_kernels("any", ours(*problem))
 
 
 def kernels_of(name, *problem):

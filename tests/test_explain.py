@@ -83,6 +83,9 @@ def test_print():
     assert "CTAs  " not in str(Plan("forward", "cuda:0", "name", lanes=8, groups=16, cluster=4))
     forward = str(Plan("forward", "cuda:0", "name", group_heads=32, is_dynamic=True))
     assert "    walked together  32 heads\n    work tiles       from a counter" in forward
+    over_a_cache = str(Plan("forward", "cuda:0", "name", group_heads=32, tile_heads=4))
+    assert "    walked together  32 heads\n    in a work tile   4 heads" in over_a_cache
+    assert "in a work tile" not in str(Plan("forward", "cuda:0", "name", tile_heads=1))
     in_any_order = "    dq               added in any order"
     assert str(Plan("backward", "cuda:0", "name", any_order=True)).endswith(in_any_order)
     assert in_any_order not in str(Plan("backward", "cuda:0", "name"))

@@ -458,6 +458,15 @@ def test_heads_share_tiles_where_fewer_are_left(plan, len_q, group, heads):
     assert plan(**numbers | {"len_q": 300}).split(" | ")[-1] == "1"
 
 
+@pytest.mark.parametrize(("len_q", "group"), [(16, 4), (32, 4), (64, 4), (20, 6), (9, 16)])
+def test_one_split_shares_tiles_whatever_the_batch(plan, len_q, group):
+    """Otherwise few sequences share none: their tiles fill the GPU at most once, and more SMs read keys."""
+    numbers = {"pages": 8, "len_q": len_q, "h": 2 * group, "h_kv": 2, "sms": 132, "launch": 1, "d": 256}
+    of_batch = [plan(splits=1, b=b, **numbers).split(" | ")[-1] for b in (1, 3, 200)]
+    assert len(set(of_batch)) == 1 and int(of_batch[0]) > 1
+    assert int(plan(splits=0, b=1, **numbers).split(" | ")[-1]) <= 1
+
+
 @pytest.mark.parametrize(
     ("numbers", "kernel"),
     [
