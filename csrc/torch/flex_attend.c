@@ -6,13 +6,11 @@
 
 #include "args.h"
 #include "check.h"
-#include "cpu/max_logits.h"
 #include "direct.h"
 #include "execute.h"
 #include "failures.h"
 #include "flex/flex.h"
 #include "flex_values.h"
-#include "gpu/max_logits.h"
 #include "option_mods.h"
 #include "options.h"
 #include "outputs.h"
@@ -453,12 +451,7 @@ static fa_status find_max_logits(const flex_call *c, const fa_tensor *q, fa_outp
                         .scores = {scores->data, scores->stride_b, scores->stride_h, 1},
                         .shift = p->sink_shift};
     const int last = outputs->num - 1;
-    TRY(fa_make_output(outputs, q, 1, &of.h, (int64_t[]){1}, fa_torch.f32, (void **)&of.largest, err));
-    if (p->device == FA_CUDA) {
-        TRY(fa_cuda_max_logits(&of, err));
-    } else {
-        fa_cpu_max_logits(&of);
-    }
+    TRY(fa_make_max_logits(&of, q, outputs, err));
     fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[last]);
     outputs->tensor[last] = outputs->tensor[--outputs->num];
     return FA_OK;

@@ -1,15 +1,17 @@
-/* Calls with learned sinks, sinks behind a call and their gradient, the shift of low biases, and on the CPU the places
- * of packed sequences. A function of Python's here returns None if it cannot serve the call, and has done nothing then.
+/* Calls with learned sinks, sinks behind a call and their gradient, the largest score of each head, the shift of low
+ * biases, and on the CPU the places of packed sequences. A function of Python's here returns None if it cannot serve the call, and has done nothing then.
  * Python does the same with torch's functions. */
 #include "options.h"
 
 #include "check.h"
 #include "cpu/bias_shift.h"
+#include "cpu/max_logits.h"
 #include "cpu/sinks.h"
 #include "execute.h"
 #include "failures.h"
 #include "flex_values.h"
 #include "gpu/bias_shift.h"
+#include "gpu/max_logits.h"
 #include "gpu/sinks.h"
 #include "python_tensors.h"
 
@@ -185,6 +187,40 @@ static PyObject *gradient_of_sinks(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* ---- largest scores ---------------------------------------------------------------------------------------------- */
+
+fa_status fa_make_max_logits(fa_max_logits *of, const fa_tensor *like, fa_outputs *outputs, fa_error *err) {
+    TRY(fa_make_output(outputs, like, 1, &of->h, (int64_t[]){1}, fa_torch.f32, (void **)&of->largest, err));
+    if (is_on_gpu(like)) return fa_cuda_max_logits(of, err);
+    return fa_cpu_max_logits(of), FA_OK;
+}
+
+static fa_status read_scores(PyObject *object, fa_flex_tensor *scores, fa_max_logits *of, fa_error *err) {
+    const fa_tensor *t = &scores->t;
+    TRY(fa_flex_read_tensor(object, "scores", scores, err));
+    REQUIRE(present(t) && t->ndim == 3, "scores must be fp32 [b, h, rows]");
+    of->device_idx = t->device_idx, of->b = t->size[0], of->h = t->size[1], of->rows = t->size[2];
+    return read_rows(t->size, t, false, &of->scores, err);
+}
+
+static PyObject *max_logits(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *object;
+    fa_flex_tensor scores;
+    fa_max_logits of = {.b = 0};
+    fa_error err = {""};
+    fa_outputs outputs = {.num = 0};
+    if (!PyArg_UnpackTuple(args, "max_logits", 1, 1, &object)) return NULL;
+    fa_status status = fa_torch.wrap ? read_scores(object, &scores, &of, &err) : FA_EINVAL;
+    const bool is_read = status == FA_OK;
+    Py_BEGIN_ALLOW_THREADS if (is_read) status = fa_make_max_logits(&of, &scores.t, &outputs, &err);
+    Py_END_ALLOW_THREADS if (status == FA_OK) return fa_results_of(NULL, &outputs);
+    fa_drop_outputs(&outputs);
+    if (is_read) return fa_raise(status, &err);
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
 /* ---- low biases -------------------------------------------------------------------------------------------------- */
 
 static fa_status read_bias(PyObject *object, fa_flex_tensor *bias, fa_bias_shift *of, fa_error *err) {
@@ -332,6 +368,8 @@ PyMethodDef fa_options_functions[] = {
      "that "
      "with sinks, and softmax_d is what the backward wrote. With cu_seqlens_q rows behind the last sequence do not "
      "count"},
+    {"max_logits", max_logits, METH_VARARGS,
+     "max_logits(scores) -> the largest score of each head, fp32 [h], of fp32 [b, h, rows]"},
     {"shift_of_biases", shift_of_biases, METH_VARARGS,
      "shift_of_biases(attn_bias, least, sinks, rows, last, sequence, row) -> the shift of each row, [b, h, rows], or 1 "
      "in "

@@ -8,6 +8,7 @@
 #include "flash_attn.h"
 #include "flex_values.h"
 #include "outputs.h"
+#include "row_options.h"
 
 extern PyMethodDef fa_options_functions[];
 
@@ -19,6 +20,9 @@ fa_status fa_execute_with_options(const fa_call *call, PyObject *const *options,
  * outlive the problem. */
 fa_status fa_read_sinks(PyObject *sinks, PyObject *shift, const fa_tensor *q, fa_flex_tensor tensors[2],
                         fa_problem *problem, fa_error *err);
+
+/* Makes the largest score of each head, an output [h]. of: all but the place of the result. */
+fa_status fa_make_max_logits(fa_max_logits *of, const fa_tensor *like, fa_outputs *outputs, fa_error *err);
 
 /* What the shift of rows of attn_bias needs (row_options.h). Objects but bias may be None. sequence and row say where
  * the bias of each row of packed sequences lies. With is_cut, row i of `rows` sees the keys up to i + last. */

@@ -289,6 +289,18 @@ def test_the_shift_of_a_bias_is_one_launch_before_the_kernel():
     assert not any(name.startswith("bias_shift") for name in names)
 
 
+def test_the_largest_score_of_each_head_is_one_launch_behind_the_forward():
+    q, bias = qkv(grad=False)[0].transpose(1, 2), torch.ones(8, LENGTH, LENGTH)
+    cu = torch.tensor([0, LENGTH], dtype=torch.int32)
+    for options in ({}, {"attn_bias": bias}, {"sinks": torch.ones(8)}):
+        for call in (
+            (flash_attn.flash_attn_func, q, q, q),
+            (flash_attn.flash_attn_varlen_func, q[0], q[0], q[0], cu, cu, LENGTH, LENGTH),
+        ):
+            assert names_of(*call, return_max_logits=True, **options).count("max_logits") == 1
+            assert "max_logits" not in names_of(*call, **options)
+
+
 def of_options(name, device="meta", grad=True, length=LENGTH, heads=8):
     """Options of flash_attn_func."""
     dtype, shape = torch.float32, (heads, length, length)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flash_attn
-from flash_attn import _calls, _sinks, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn import _calls, _extended, _sinks, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flex import options
 
 INF = float("inf")
@@ -192,10 +192,11 @@ def test_the_largest_score_of_each_head(monkeypatch, is_packed, device):
     for wanted in ({}, {"attn_bias": bias}, {"attn_bias": bias, "sinks": sinks, "causal": True}):
         for rows in (170, 0):
             found = []
-            for way in ("short", "long"):
+            for way in ("short", "long", "torch"):
                 with monkeypatch.context() as patch:
-                    if way == "long":
+                    if way != "short":
                         patch.setattr(_calls, "_short_way", lambda: lambda *_: None)
+                        patch.setattr(_extended, "is_unseen", lambda by_c=way == "long": by_c)
                     given = {**wanted, **({"attn_bias": bias[:, :, :rows]} if "attn_bias" in wanted else {})}
                     if is_packed:
                         packed = *(x.flatten(0, 1) for x in (q[:, :rows], k, v)), cu_q * (rows > 0), cu_k
@@ -203,7 +204,8 @@ def test_the_largest_score_of_each_head(monkeypatch, is_packed, device):
                     else:
                         results = flash_attn_func(q[:, :rows], k, v, return_max_logits=True, **given)
                     found.append(results[1])
-            torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6, equal_nan=True)
+            for other in found[1:]:
+                torch.testing.assert_close(found[0], other, rtol=1e-6, atol=1e-6, equal_nan=True)
             assert found[0].shape == (5,) and found[0].dtype == torch.float32
             assert (found[0] == -INF).all() == (rows == 0)
 
