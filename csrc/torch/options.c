@@ -1,6 +1,6 @@
 /* Calls with learned sinks, sinks behind a call and their gradient, the largest score of each head, the shift of low
- * biases, and on the CPU the places of packed sequences. A function of Python's here returns None if it cannot serve the call, and has done nothing then.
- * Python does the same with torch's functions. */
+ * biases, and on the CPU the places of packed sequences. A function of Python's here returns None if it cannot serve
+ * the call, and has done nothing then. Python does the same with torch's functions. */
 #include "options.h"
 
 #include "check.h"

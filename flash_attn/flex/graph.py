@@ -20,8 +20,9 @@ from . import attention, ops
 from .block_mask import LISTS, on_device
 from .derivative import derivative_of
 from .sequences import Sequences
-from .steps import kind
-from .tracer import Number, Trace, _numbers, program_of
+from .steps import NUMBERS, kind
+from .tracer import Trace, program_of
+from .values import Number
 
 SYMBOLS = (torch.SymBool, torch.SymInt, torch.SymFloat)
 programs_of_text = {}  # text: a program
@@ -38,7 +39,7 @@ class _Number(Number):
         """A number of the same type: types of results depend on nothing else."""
         value = self._trace.steps.values[self._number]
         return 2 if isinstance(value, torch.SymInt) else True if isinstance(value, torch.SymBool) else (
-            value if isinstance(value, _numbers) else 2.0
+            value if isinstance(value, NUMBERS) else 2.0
         )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ class GraphTrace(Trace):
         return found[-1] if found else "a mod in torch.compile"
 
     def wrap(self, number):
-        if isinstance(self.steps.values[number], (*_numbers, *SYMBOLS)):
+        if isinstance(self.steps.values[number], (*NUMBERS, *SYMBOLS)):
             self.steps.guard(number, kind)
             return _Number(self, number)
         return super().wrap(number)
@@ -69,7 +70,7 @@ class GraphTrace(Trace):
         if getattr(function, "__name__", "") == "item":
             number = args[0]._number
             return _Number(self, self.steps.add(lambda values: _scalar(values[number])))
-        if not all(isinstance(x, (_Number, *_numbers)) for x in args) or kwargs:
+        if not all(isinstance(x, (_Number, *NUMBERS)) for x in args) or kwargs:
             return super().repeat(function, args, kwargs)
         numbers = [x._number if isinstance(x, _Number) else self.steps.add(lambda _, x=x: x) for x in args]
         return _Number(self, self.steps.add(lambda values: function(*(values[i] for i in numbers))))

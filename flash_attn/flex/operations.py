@@ -11,7 +11,8 @@ import operator
 import torch
 
 from .program import BOOL, F32, F64, I64, LIMITS, TYPES
-from .tracer import MOST_UNROLLED, Capture, Number, Row, Value, _numbers, _parts, in_memory, without_modes
+from .steps import NUMBERS
+from .values import MOST_UNROLLED, Capture, Number, Row, Value, in_memory, parts_of, without_modes
 
 
 def operate(trace, name, function, args, kwargs):
@@ -36,7 +37,7 @@ class Call:
         The first operation on "meta" imports all of torch.compile, which takes seconds. So only large operations run
         there, and those that the CPU refuses.
         """
-        dtypes = [x.dtype for x in _parts((self.args, self.kwargs)) if isinstance(x, (Value, Capture, torch.Tensor))]
+        dtypes = [x.dtype for x in parts_of((self.args, self.kwargs)) if isinstance(x, (Value, Capture, torch.Tensor))]
         for dtype in dtypes:
             if dtype not in TYPES:
                 self.trace.fail(f"a mod cannot use a tensor of dtype {dtype}")
@@ -124,7 +125,7 @@ def value_of(trace, x):
         number = _in_64_bits(trace, x._value)
         type_of = BOOL if isinstance(number, bool) else I64 if isinstance(number, int) else F64
         node = trace.builder.emit("param", type_of, words=(trace.param(x._number),))
-    elif isinstance(x, _numbers):
+    elif isinstance(x, NUMBERS):
         number = _in_64_bits(trace, x)
         node = trace.builder.constant(number)
     else:
@@ -332,7 +333,7 @@ def _clamp(call):
         if bound is not None:
             bounds = call.operand(bound, meta.dtype, meta.shape)
             if meta.dtype.is_floating_point:
-                may_be_nan = not isinstance(bound, _numbers) or bound != bound
+                may_be_nan = not isinstance(bound, NUMBERS) or bound != bound
                 nodes = [_limit(call.builder, op, meta.dtype, *pair, may_be_nan) for pair in zip(nodes, bounds)]
             else:
                 nodes = [_emit(call.builder, op, meta.dtype, *pair) for pair in zip(nodes, bounds)]
@@ -458,6 +459,7 @@ def _reduction(op):
             call.trace.fail(f"a mod cannot use {call.name} with a dimension; use amax or amin")
         dim = call.argument(1, "dim")
         shape, nodes = value.shape, value.nodes
+        call.trace.check_size(shape)
         dims = range(len(shape)) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
         dims = [operator.index(d) % max(len(shape), 1) for d in dims] if shape else []
         rest = [d for d in range(len(shape)) if d not in dims]
@@ -505,8 +507,7 @@ def _dot(call):
 def load(row):
     """The instructions of a Row, in its shape."""
     trace, shape = row._trace, row.shape
-    if math.prod(shape) > MOST_UNROLLED:
-        trace.fail(f"a mod can use a vector of at most {MOST_UNROLLED} elements, not a tensor of shape {shape}")
+    trace.check_size(shape)
     capture, dtype = row.capture, row.capture.dtype
     if len(row.indices) > LIMITS["rank"]:
         trace.fail(f"a mod can index tensors of at most {LIMITS['rank']} dimensions, not {len(row.indices)}")

@@ -11,6 +11,7 @@ import types
 
 import torch
 
+NUMBERS = (bool, int, float)
 SIMPLE = (str, bytes, type(None), torch.dtype, torch.device, type(Ellipsis))
 
 

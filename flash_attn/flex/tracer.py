@@ -2,35 +2,41 @@
 
 The tracer calls a copy of the mod. In this copy, numbers and tensors of closures, defaults and globals are replaced by
 :class:`Number` and :class:`Capture`. The copy is called with :class:`Value` objects, which record what is done with
-them. What the mod does with captures alone is no part of the program. It is done again for each mod of the same code
-(:mod:`flash_attn.flex.steps`). Operations are in :mod:`flash_attn.flex.operations`.
+them (:mod:`flash_attn.flex.values`). What the mod does with captures alone is no part of the program. It is done again
+for each mod of the same code (:mod:`flash_attn.flex.steps`). Operations are in :mod:`flash_attn.flex.operations`.
 """
 
 import builtins
-import collections
-import contextlib
 import dis
 import enum
 import functools
-import operator
+import math
 import sys
 import types
 
 import torch
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .lasting import ASKS, CONSTANT, UNSEEN, attributes_of, found_in, is_constant, is_known
 from .program import TYPES, Builder
-from .steps import SIMPLE, Steps, kind
+from .steps import NUMBERS, SIMPLE, Steps, kind
+from .values import (
+    MOST_UNROLLED,
+    RANDOM,
+    STAND_INS,
+    Bound,
+    Capture,
+    Number,
+    Object,
+    Traced,
+    Value,
+    dispatch,
+    itself,
+    parts_of,
+)
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
-RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal"}
-RANDOM |= {"multinomial", "poisson", "dropout", "seed", "manual_seed", "uniform_", "normal_", "bernoulli_", "random_"}
-MOST_UNROLLED = 1024  # elements of a vector
 FUNCTIONS = torch.autograd.function.__file__  # no place in a mod
-
-_numbers = (bool, int, float)
 
 
 class Program:
@@ -184,6 +190,13 @@ class Trace:
     def fail(self, text, error=NotImplementedError):
         raise error(f"{text}: {self.where()}")
 
+    def check_size(self, shape):
+        """Each element has instructions of its own."""
+        if math.prod(shape) > MOST_UNROLLED:
+            self.fail(
+                f"a mod can use a vector of at most {MOST_UNROLLED} elements, not a tensor of shape {tuple(shape)}"
+            )
+
     def refuse_grad_mode(self):
         self.fail(
             "a mod must not switch gradients off or on, as torch.autograd.Function does; use detach(), or torch's "
@@ -211,8 +224,8 @@ class Trace:
             return Capture(self, number)
         if isinstance(value, (bool, enum.Enum)):  # Python asks whether they are True, or a member
             self._classes.append((number, type))
-            return self.steps.guard(number, _itself)
-        if isinstance(value, _numbers):
+            return self.steps.guard(number, itself)
+        if isinstance(value, NUMBERS):
             return Number(self, number)
         if isinstance(value, types.FunctionType):
             return self._copy(number, value)
@@ -229,9 +242,9 @@ class Trace:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, dict):
             return {name: self.child(number, "{0}[{1}]", name) for name in value}
-        if isinstance(value, (type, types.ModuleType)) and not _is_known(value):
+        if isinstance(value, (type, types.ModuleType)) and not is_known(value):
             return self._object(number, value) if isinstance(value, types.ModuleType) else self._class(number, value)
-        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not _is_constant(value):
+        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not is_constant(value):
             self.holds_once = True
         if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
             return value
@@ -245,33 +258,33 @@ class Trace:
         if id(value) not in self._shared:
             return None
         first, seen = self._shared[id(value)]
-        self.steps.guard(self.steps.add(lambda values: values[number] is values[first]), _itself)
+        self.steps.guard(self.steps.add(lambda values: values[number] is values[first]), itself)
         return seen
 
     def _object(self, number, value):
         seen = self._again(number, value)
         if seen is None:
-            seen = _Object(self, number)
+            seen = Object(self, number)
             self._shared[id(value)] = number, seen
             self._instances.append(number)
         return seen
 
     def _class(self, number, value):
         """A class is seen as it is."""
-        self._classes.append((number, _itself))
+        self._classes.append((number, itself))
         return value
 
     def _guard_classes(self):
         """Other mods must find the same in the classes that the mod saw as they are."""
         names = {x for code in self._codes for x in (*code.co_names, *code.co_consts) if isinstance(x, str)}
-        self.holds_once |= bool(names & _UNSEEN)
+        self.holds_once |= bool(names & UNSEEN)
         asked = self._instances if names & {"__class__", "type"} else []
         for number, class_of in (*self._classes, *((number, type) for number in asked)):
-            found = _found_in(class_of(self.steps.values[number]), names)
+            found = found_in(class_of(self.steps.values[number]), names)
             if found is None:
                 self.holds_once = True
             elif found:
-                self.steps.guard(number, lambda value, class_of=class_of: _found_in(class_of(value), names))
+                self.steps.guard(number, lambda value, class_of=class_of: found_in(class_of(value), names))
 
     def _copy(self, number, function):
         code = function.__code__
@@ -293,13 +306,13 @@ class Trace:
             if name != "__builtins__":
                 scope[name] = self.child(number, "{0}.__globals__[{1}]", name)
         for name in sorted(names & set(vars(builtins)) - set(function.__globals__)):  # a global would hide a builtin
-            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), _itself)
+            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), itself)
             if name in STAND_INS:
                 scope[name] = STAND_INS[name]
         for name in sorted(names - set(function.__globals__) - set(vars(builtins))) if "NameError" in names else ():
-            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), _itself)
-        if names & _ASKS or vars(function):
-            self.steps.guard(number, _attributes)
+            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), itself)
+        if names & ASKS or vars(function):
+            self.steps.guard(number, attributes_of)
             copy.__dict__.update({name: self.child(number, "{0}.__dict__[{1}]", name) for name in vars(function)})
         if function.__defaults__:
             copy.__defaults__ = self.child(number, "{0}.__defaults__")
@@ -315,7 +328,7 @@ class Trace:
                     "a mod must not match classes, because objects of the tracer stand for its values; use isinstance: "
                     f"{code.co_name}, {code.co_filename}, line {code.co_firstlineno}"
                 )
-            if instruction.opname == "IMPORT_NAME" and name.split(".")[0] not in _CONSTANT:
+            if instruction.opname == "IMPORT_NAME" and name.split(".")[0] not in CONSTANT:
                 self.holds_once = True
 
     # ---- captures and parameters -----------------------------------------------------------------------------------
@@ -330,9 +343,9 @@ class Trace:
 
         number = self.steps.add(compute)
         value = self.steps.values[number]
-        if isinstance(value, (tuple, list)) or isinstance(value, (torch.Tensor, *_numbers)):
+        if isinstance(value, (tuple, list)) or isinstance(value, (torch.Tensor, *NUMBERS)):
             return self.wrap(number)
-        return self.steps.guard(number, _itself)
+        return self.steps.guard(number, itself)
 
     def constant_tensor(self, tensor):
         """A tensor that is no capture of the mod: made while it ran, or found by a way that is not known."""
@@ -351,81 +364,8 @@ class Trace:
         return self.params.index(number)
 
 
-def _itself(value):
-    return value
-
-
 def _default_dtype(value):
     return torch.get_default_dtype()
-
-
-_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", __name__.split(".")[0]}  # packages whose names never change
-_CONSTANT = {"torch", "numpy", __name__.split(".")[0], "abc", "builtins", "cmath", "collections", "copy", "dataclasses"}
-_CONSTANT |= {"decimal", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator", "statistics"}
-_CONSTANT |= {"string", "types", "typing", "warnings"}  # and whose functions give the same each time
-_UNSEEN = {"globals", "locals", "eval", "exec", "__globals__", "__import__", "random"}  # names that lead to anything
-_UNSEEN |= {
-    "get_default_dtype",
-    "get_default_device",
-    "get_num_threads",
-    "is_grad_enabled",
-    "is_inference_mode_enabled",
-}
-_UNSEEN |= {"is_autocast_enabled", "get_autocast_dtype", "are_deterministic_algorithms_enabled"}  # torch's settings
-_ASKS = {"hasattr", "getattr", "vars", "__dict__"}
-
-
-def _is_known(value):
-    """Does a module or a class belong to a package that no mod changes?"""
-    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    return (name or "").split(".")[0] in _KNOWN and (name or "").split(".")[0] != "__main__"
-
-
-def _is_constant(value):
-    """Do a module's functions, or does a builtin function, give the same each time?"""
-    owner = value if isinstance(value, types.ModuleType) else value.__self__
-    if owner is None or isinstance(owner, types.ModuleType):
-        name = value.__module__ if owner is None else owner.__name__
-        return name is None or name.split(".")[0].removeprefix("_") in _CONSTANT
-    return isinstance(owner, (type, *_numbers, *SIMPLE))  # a method may belong to an object that changes
-
-
-def _attributes(value):
-    """The names of the attributes that a function was given."""
-    return tuple(vars(value))
-
-
-_PURE = (types.MemberDescriptorType, types.GetSetDescriptorType, type(collections.namedtuple("_Pair", "a").a))
-
-
-def _found_in(value, names):
-    """What attributes of these names a class has, ``((name, what), ..)``; None: it may be another thing next time."""
-    if _is_known(value):
-        return ()
-    if "__dict__" in names or "vars" in names or not _is_known(type(value)):
-        return None
-    found = []
-    for base in value.__mro__:
-        for name in () if _is_known(base) else sorted(names & set(vars(base))):
-            what = vars(base)[name]
-            what = () if isinstance(what, _PURE) else _lasting(what, names)
-            if what is None:
-                return None
-            found.append((name, what))
-    return tuple(found)
-
-
-def _lasting(value, names):
-    """A value that cannot change, with its types. None: it can."""
-    if isinstance(value, (*_numbers, *SIMPLE, enum.Enum)):
-        return type(value), value
-    if type(value) is tuple:
-        items = tuple(_lasting(item, names) for item in value)
-        return None if None in items else items
-    if isinstance(value, type):
-        found = _found_in(value, names)
-        return None if found is None else (value, found)
-    return None
 
 
 def _type_of_number(number):
@@ -449,7 +389,7 @@ class _Ref:
 
 def _plan(x):
     """Replaces the trace's objects by their numbers."""
-    if isinstance(x, _Bound):
+    if isinstance(x, Bound):
         return _Ref(x._number)
     if isinstance(x, slice):
         return slice(*map(_plan, (x.start, x.stop, x.step)))
@@ -468,371 +408,6 @@ def _fill(x, values):
     return {name: _fill(item, values) for name, item in x.items()} if isinstance(x, dict) else x
 
 
-# ---- what a mod sees ----------------------------------------------------------------------------------------------
-
-
-class _Operators:
-    """Arithmetic that calls ``_apply(function, *operands)``."""
-
-    def __getitem__(self, index):
-        return self._apply(operator.getitem, self, index)
-
-
-def _operator(function, is_reflected):
-    def method(self, *others):
-        return self._apply(function, *((*others, self) if is_reflected else (self, *others)))
-
-    return method
-
-
-for _name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split():
-    _function = getattr(operator, _name + "_" if _name in ("and", "or") else _name)
-    setattr(_Operators, f"__{_name}__", _operator(_function, False))
-    setattr(_Operators, f"__r{_name}__", _operator(_function, True))
-for _name in "lt le gt ge eq ne neg pos abs invert".split():
-    setattr(_Operators, f"__{_name}__", _operator(getattr(operator, _name), False))
-
-
-class _Traced(_Operators):
-    """Reaches the trace through functions of torch, too."""
-
-    def __init__(self, trace):
-        self._trace = trace
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return dispatch(function, args, kwargs or {})
-
-    def _apply(self, function, *operands):
-        return dispatch(function, operands, {})
-
-    __hash__ = None
-
-    def __setitem__(self, index, value):
-        self._trace.fail("a mod must not write to a tensor; use torch.where")
-
-
-class _Bound(_Traced):
-    """A value that does not depend on indices. It is computed again for each mod of the same kind."""
-
-    def __init__(self, trace, number):
-        super().__init__(trace)
-        self._number = number
-
-    @property
-    def _value(self):
-        return self._trace.steps.values[self._number]
-
-
-class Number(_Bound):
-    """A bool, int or float that is a parameter of the program. Python's control flow records a guard."""
-
-    def _apply(self, function, *operands):
-        if all(isinstance(x, (Number, *_numbers)) for x in operands):
-            return self._trace.repeat(function, operands, {})
-        return dispatch(function, operands, {})
-
-    def __bool__(self):
-        return self._trace.steps.guard(self._number, bool)
-
-    def _concrete(self):
-        return self._trace.steps.guard(self._number, _itself)
-
-    def __int__(self):
-        return int(self._concrete())
-
-    def __float__(self):
-        return float(self._concrete())
-
-    def __index__(self):
-        return operator.index(self._concrete())
-
-    def __hash__(self):
-        return hash(self._concrete())
-
-    def __round__(self, *digits):
-        return self._trace.repeat(round, (self, *digits), {})
-
-    def __repr__(self):
-        return repr(self._concrete())
-
-    __str__ = __repr__
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found = getattr(self._concrete(), name)
-        return found
-
-
-class _Tensor(_Traced):
-    """The methods of torch.Tensor."""
-
-    def __getattr__(self, name):
-        if name.startswith("__") or not hasattr(torch.Tensor, name):
-            raise AttributeError(f"a tensor has no attribute {name!r}")
-        found = getattr(torch.Tensor, name)
-        if not callable(found):
-            return dispatch(found.__get__, (self,), {}, name)
-        return lambda *args, **kwargs: dispatch(found, (self, *args), kwargs)
-
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
-
-
-class Capture(_Tensor, _Bound):
-    """A captured tensor, or a tensor computed from captures alone."""
-
-    def __init__(self, trace, number):
-        super().__init__(trace, number)
-        with torch._C.DisableTorchFunction():
-            self.dtype, self.device, self.ndim = self._value.dtype, self._value.device, self._value.dim()
-
-    def __getattr__(self, name):
-        if name.startswith("__") or hasattr(torch.Tensor, name):
-            return super().__getattr__(name)
-        if self._trace.steps.guard(self._number, _has(name)):  # an attribute that the tensor was given
-            return self._trace.child(self._number, "getattr({0}, {1})", name)
-        raise AttributeError(f"a tensor has no attribute {name!r}")
-
-    def __len__(self):
-        return self.shape[0].__index__()
-
-    def __bool__(self):
-        return bool(self.item())
-
-    def __int__(self):
-        return int(self.item())
-
-    def __float__(self):
-        return float(self.item())
-
-    def __index__(self):
-        return operator.index(self.item())
-
-
-def without_modes():
-    """A context for tensors of instructions, which are real although Dynamo and its backends trace with fake ones."""
-    is_traced = torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
-    return _disable_current_modes() if is_traced else contextlib.nullcontext()
-
-
-def in_memory(instructions, shape):
-    with without_modes():
-        return torch.tensor(instructions, dtype=torch.int64, device="cpu").reshape(shape)
-
-
-class Value(_Tensor):
-    """One or several elements that depend on indices. ``nodes`` holds their instructions, in the shape of the value."""
-
-    def __init__(self, trace, nodes, dtype):
-        super().__init__(trace)
-        self._nodes = nodes if isinstance(nodes, torch.Tensor) else in_memory(nodes, ())
-        self.dtype, self.device = dtype, torch.device("cpu")
-
-    @property
-    def nodes(self):
-        return self._nodes
-
-    def instructions(self, shape=None):
-        """A list of them, of the value in this shape."""
-        with without_modes():
-            return self.nodes.expand(self.shape if shape is None else shape).flatten().tolist()
-
-    @property
-    def shape(self):
-        return tuple(self._nodes.shape)
-
-    @property
-    def ndim(self):
-        return len(self.shape)
-
-    def size(self, dim=None):
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self):
-        return len(self.shape)
-
-    def numel(self):
-        return self.nodes.numel()
-
-    def __len__(self):
-        return self.shape[0]
-
-    def __bool__(self):
-        self._refuse("a mod must not branch on its indices or use and, or, not; use &, |, ~ or torch.where")
-
-    def _refuse(self, text="the value of an index or score is not known while a mod is traced; use tensor operations"):
-        self._trace.fail(text, RuntimeError)
-
-    def item(self):
-        self._refuse()
-
-    __int__ = __float__ = __index__ = __complex__ = tolist = item
-
-
-class Row(Value):
-    """Part of a capture: some dimensions have an index, others are whole. Its elements are loaded when needed."""
-
-    def __init__(self, trace, capture, indices):
-        super().__init__(trace, 0, capture.dtype)
-        self.capture, self.indices = capture, indices  # an instruction for each dimension, or None
-
-    @property
-    def shape(self):
-        guard, number = self._trace.steps.guard, self.capture._number
-        return tuple(guard(number, _size(dim)) for dim, index in enumerate(self.indices) if index is None)
-
-    @property
-    def nodes(self):
-        from . import operations
-
-        return operations.load(self)
-
-
-@functools.cache
-def _has(name):
-    return lambda value: hasattr(value, name)
-
-
-@functools.cache
-def _size(dim):
-    return lambda tensor: tensor.size(dim)
-
-
-class _Object:
-    """An instance of a class of Python. Its attributes are captures and parameters."""
-
-    def __init__(self, trace, number):
-        object.__setattr__(self, "_trace", trace)
-        object.__setattr__(self, "_number", number)
-
-    def __getattribute__(self, name):
-        get = object.__getattribute__
-        trace, number = get(self, "_trace"), get(self, "_number")
-        if name == "__class__":
-            return type(trace.steps.values[number])
-        try:
-            found = trace.child(number, "getattr({0}, {1})", name)
-        except AttributeError:  # a later one may have it
-            trace.steps.guard(number, _has(name))
-            raise
-        if isinstance(found, types.MethodType):
-            return types.MethodType(found.__func__, self)
-        return found
-
-    def __setattr__(self, name, value):
-        object.__getattribute__(self, "_trace").fail(f"a mod must not set the attribute {name}")
-
-    def _asked(self, question):
-        """The answer to a question about the object itself, which must be the same in other mods."""
-        get = object.__getattribute__
-        return get(self, "_trace").steps.guard(get(self, "_number"), question)
-
-    def __eq__(self, other):
-        get = object.__getattribute__
-        trace, number = get(self, "_trace"), get(self, "_number")
-        if isinstance(other, _Object):
-            second = get(other, "_number")
-            return trace.steps.guard(trace.steps.add(lambda values: values[number] == values[second]), bool)
-        return trace.steps.guard(trace.steps.add(lambda values: values[number] == other), bool)
-
-    def __ne__(self, other):
-        return not self == other
-
-    def __hash__(self):
-        return hash(object.__getattribute__(self, "_trace").steps.values[object.__getattribute__(self, "_number")])
-
-    def __bool__(self):
-        return object.__getattribute__(self, "_asked")(bool)
-
-    def __len__(self):
-        return object.__getattribute__(self, "_asked")(len)
-
-    def __contains__(self, item):
-        get = object.__getattribute__
-        trace, number = get(self, "_trace"), get(self, "_number")
-        return trace.steps.guard(trace.steps.add(lambda values: item in values[number]), bool)
-
-    def __call__(self, *args, **kwargs):
-        return type(self).__getattribute__(self, "__call__")(*args, **kwargs)
-
-    def __iter__(self):
-        if object.__getattribute__(self, "_asked")(_has("__iter__")):
-            return iter(type(self).__getattribute__(self, "__iter__")())
-        return (self[i] for i in range(len(self)))
-
-    def __getitem__(self, index):
-        return type(self).__getattribute__(self, "__getitem__")(index)
-
-
-# ---- builtin functions ---------------------------------------------------------------------------------------------
-
-
-def _isinstance(x, classes):
-    """Is what an object of the trace stands for an instance of classes?"""
-    if isinstance(x, _Bound):
-        return x._trace.steps.guard(x._number, lambda value: isinstance(value, classes))
-    return issubclass(torch.Tensor, classes) if isinstance(x, Value) else isinstance(x, classes)
-
-
-def _type(x, *rest):
-    """The type of what an object of the trace stands for."""
-    if rest:
-        return type(x, *rest)
-    if isinstance(x, _Bound):
-        return x._trace.steps.guard(x._number, type)
-    return torch.Tensor if isinstance(x, Value) else x.__class__ if type(x) is _Object else type(x)
-
-
-STAND_INS = {"isinstance": _isinstance, "type": _type}  # of builtin functions, in the copy of a mod
-
-
-# ---- functions of torch -------------------------------------------------------------------------------------------
-
-
-def _parts(x):
-    if isinstance(x, (tuple, list)):
-        for item in x:
-            yield from _parts(item)
-    elif isinstance(x, slice):
-        yield from (x.start, x.stop, x.step)
-    elif isinstance(x, dict):
-        yield from _parts(tuple(x.values()))
-    else:
-        yield x
-
-
-def _check_is_torchs(trace, function):
-    """An operation is known by its name. One of another library may have such a name, too."""
-    packet = getattr(function, "overloadpacket", function)
-    if isinstance(packet, torch._ops.OpOverloadPacket):
-        if not packet._qualified_op_name.startswith("aten::"):
-            trace.fail(f"a mod cannot use {packet._qualified_op_name}, which is no operator of PyTorch")
-    elif isinstance(function, types.FunctionType) and function.__module__.partition(".")[0] != "torch":
-        trace.fail(f"a mod cannot use {function.__qualname__}, which is no function of PyTorch")
-
-
-def dispatch(function, args, kwargs, name=None):
-    """Does what a function of torch or an operator of Python does, for the objects of a trace."""
-    from . import operations
-
-    is_torchs, name = name is not None, name or getattr(function, "__name__", str(function))
-    parts = [*_parts(args), *_parts(kwargs)]
-    trace = next(x._trace for x in parts if isinstance(x, _Traced))
-    if name in RANDOM:
-        trace.fail(f"a mod must not draw random numbers ({name})")
-    if (name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_")) or "out" in kwargs:
-        trace.fail(f"a mod must not write to a tensor ({name})")
-    if any(isinstance(x, Value) for x in parts):
-        trace.check_grad_mode()
-        if not is_torchs:
-            _check_is_torchs(trace, function)
-        with torch._C.DisableTorchFunction():  # the tracer's own tensors are no business of the mode
-            return operations.operate(trace, name, function, args, kwargs)
-    return trace.repeat(function, args, kwargs)
-
-
 class _Mode(TorchFunctionMode):
     """Sees the calls of torch in which no object of the trace takes part by itself."""
 
@@ -842,18 +417,18 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(isinstance(x, _Traced) for x in (*_parts(args), *_parts(kwargs))):
+        if any(isinstance(x, Traced) for x in (*parts_of(args), *parts_of(kwargs))):
             return dispatch(function, args, kwargs)
         if getattr(function, "__name__", "") == "_set_grad_enabled":  # also to what it was: another call is recorded
             self.trace.refuse_grad_mode()
         if getattr(function, "__name__", "") in RANDOM:
             self.trace.fail(f"a mod must not draw random numbers ({function.__name__})")
         result = function(*args, **kwargs)
-        inputs = [x for x in (*_parts(args), *_parts(kwargs)) if isinstance(x, torch.Tensor)]
-        if any(x.is_floating_point() for x in _parts(result) if isinstance(x, torch.Tensor)):
+        inputs = [x for x in (*parts_of(args), *parts_of(kwargs)) if isinstance(x, torch.Tensor)]
+        if any(x.is_floating_point() for x in parts_of(result) if isinstance(x, torch.Tensor)):
             self.trace.guard_default_dtype()
         if all(id(x) in self.trace.created for x in inputs):
-            self.trace.created.update({id(x): x for x in _parts(result) if isinstance(x, torch.Tensor)})
+            self.trace.created.update({id(x): x for x in parts_of(result) if isinstance(x, torch.Tensor)})
         else:
             self.trace.holds_once = True
         return result

@@ -501,6 +501,27 @@ def test_an_operation_that_is_not_supported_is_named(use, name):
         tracer.program_of(refused_mod)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.expand(2000).amax(),
+        lambda x: x.expand(2, 600).sum(1)[0],
+        lambda x: (x.expand(2000) + 1)[7],
+        lambda x: (x + torch.zeros(4, 500))[1, 1],
+        lambda x: x.new_zeros(2000).sum() + x,
+    ],
+)
+def test_long_vectors_are_refused(use):
+    """Each element would have instructions of its own."""
+
+    def refused_mod(b, h, q, k):
+        return use(q) > k
+
+    with pytest.raises(NotImplementedError, match="at most 1024 elements, not a tensor of shape .*refused_mod, .*line"):
+        tracer.program_of(refused_mod)
+    tracer.program_of(lambda b, h, q, k: q.expand(1024).amax() > k)
+
+
 def test_errors_of_torch_name_the_mod():
     def refused_mod(b, h, q, k):
         return (q > k) - (k > q)
