@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(GCC is None, reason="gcc is not installed")
 # Each argument sets one number of a problem that otherwise fits: name=value.
 PROGRAM = r"""
 #include "flex/flex.h"
-#include "flex/source.h"
+#include "flex/source_words.h"
 #include "plan/gpu.h"
 #include <stdarg.h>
 #include <stdio.h>

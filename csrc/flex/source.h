@@ -64,13 +64,4 @@
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
                          bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **text, fa_error *err);
 
-/* sizeof(flex_values) in the text: at least 8. */
-size_t fa_flex_values_bytes(const fa_flex_program *score, const fa_flex_program *mask,
-                            const fa_flex_program *derivative);
-
-/* Writes the bytes of a flex_values, aligned to 8. A program that does not exist is NULL. gradients: as in fa_flex, of
- * the captures of `derivative`. Nothing is added to a gradient that is NULL. */
-void fa_flex_fill_values(const fa_flex_bound *score, const fa_flex_bound *mask, const fa_flex_bound *derivative,
-                         fa_flex_gradients gradients, void *values);
-
 #endif

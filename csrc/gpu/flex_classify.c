@@ -4,7 +4,7 @@
 #include <assert.h>
 
 #include "cuda/cuda_flex.h"
-#include "flex/source.h"
+#include "flex/source_words.h"
 #include "flex/wide.h"
 #include "launch.h"
 #include "memory.h"

@@ -7,7 +7,7 @@
 
 #include "cuda/cuda_flex.h"
 #include "flex/flex.h"
-#include "flex/source.h"
+#include "flex/source_words.h"
 #include "plan/gpu_problem.h"
 
 /* ---- the block mask ---------------------------------------------------------------------------------------------- */

@@ -6,7 +6,7 @@
 #include "cuda/cuda_flex.h"
 #include "flex/flex.h"
 #include "flex/scatters.h"
-#include "flex/source.h"
+#include "flex/source_words.h"
 #include "flex/wide.h"
 #include "system/hash.h"
 

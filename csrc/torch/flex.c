@@ -9,6 +9,7 @@
 #include "flex/classify.h"
 #include "flex/dense.h"
 #include "flex/source.h"
+#include "flex/source_words.h"
 #include "flex/wide.h"
 #include "flex_attend.h"
 #include "flex_values.h"

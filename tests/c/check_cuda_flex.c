@@ -18,6 +18,7 @@
 #include "cuda_device.h"
 #include "flex/flex.h"
 #include "flex/source.h"
+#include "flex/source_words.h"
 
 /* ---- functions --------------------------------------------------------------------------------------------------- */
 

@@ -1,0 +1,158 @@
+/* The text of flex_exponent: scores with something added. */
+#include "source_exponent.h"
+
+#include <string.h>
+
+/* A score_mod may be the score plus terms that do not depend on the score. The walk through such a program goes from
+ * the result to the score. */
+typedef struct {
+    int32_t idx;  /* the score, with the terms that are not yet taken */
+    int32_t term; /* the value of the term taken last */
+    bool is_subtracted;
+} sum_walk;
+
+static bool reads_score(const fa_flex_program *p, int32_t idx) {
+    return p->instructions[idx].depends & FA_FLEX_ON_SCORE;
+}
+
+/* Takes a term. Returns false if there is none: idx is the score, or the rest is no such sum. */
+static bool take_term(const fa_flex_program *p, sum_walk *walk) {
+    const fa_flex_instruction *x = &p->instructions[walk->idx];
+    if ((!fa_is_op(x, FA_FLEX_add) && !fa_is_op(x, FA_FLEX_sub)) || x->result != FA_FLEX_F32) return false;
+    const int32_t first = x->operand[0], second = x->operand[1];
+    if (reads_score(p, first) && !reads_score(p, second))
+        *walk = (sum_walk){first, second, fa_is_op(x, FA_FLEX_sub)};
+    else if (fa_is_op(x, FA_FLEX_add) && !reads_score(p, first) && reads_score(p, second))
+        *walk = (sum_walk){second, first, false};
+    else
+        return false;
+    return true;
+}
+
+bool fa_is_sum_with_score(const fa_flex_program *p) {
+    sum_walk walk = {p->num_instructions - 1, 0, false};
+    while (take_term(p, &walk)) continue;
+    const fa_flex_instruction *x = &p->instructions[walk.idx];
+    return fa_is_op(x, FA_FLEX_score) && x->result == FA_FLEX_F32;
+}
+
+/* A term as a product of two values. NOTE: the factor of a head comes first, and is multiplied by log2 e. So log2 e
+ * costs no instruction of a pair. is_negative: the product is subtracted. */
+typedef struct {
+    int32_t of_head, other; /* of_head -1: 1 */
+    bool is_negative;
+} term_product;
+
+static term_product product_of(const fa_flex_program *p, const sum_walk *walk) {
+    term_product product = {-1, walk->term, walk->is_subtracted};
+    const fa_flex_instruction *x = &p->instructions[walk->term];
+    for (; fa_is_op(x, FA_FLEX_neg); x = &p->instructions[product.other])
+        product = (term_product){-1, x->operand[0], !product.is_negative};
+    if (fa_is_op(x, FA_FLEX_mul)) {
+        const int of_head = fa_is_of_head(p, x->operand[0]) ? 0 : 1;
+        if (fa_is_of_head(p, x->operand[of_head]))
+            product.of_head = x->operand[of_head], product.other = x->operand[1 - of_head];
+    }
+    return product;
+}
+
+/* Marks what the terms are computed from. */
+static void mark_terms(const fa_flex_program *p, uint8_t *is_needed) {
+    memset(is_needed, 0, (size_t)p->num_instructions);
+    for (sum_walk walk = {p->num_instructions - 1, 0, false}; take_term(p, &walk);) {
+        const term_product product = product_of(p, &walk);
+        is_needed[product.other] = 1;
+        if (product.of_head >= 0) is_needed[product.of_head] = 1;
+    }
+}
+
+/* Marks what the marked instructions need, but not what the values of a head need. Returns the number of such values.
+ */
+static int mark_pairs(const fa_flex_program *p, uint8_t *is_needed, const uint8_t *is_of_head) {
+    int num = 0;
+    for (int32_t idx = p->num_instructions - 1; idx >= 0; idx--) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        if (!is_needed[idx]) continue;
+        num += is_of_head[idx];
+        for (int i = 0; i < x->num_operands && !is_of_head[idx]; i++) is_needed[x->operand[i]] = 1;
+    }
+    return num;
+}
+
+/* Marks the values of a head: floats that only b and h choose, and that come from memory. They are loaded once for all
+ * pairs. There is room for few of them. Returns the number of those that the terms need. */
+static int mark_head_values(const fa_flex_program *p, uint8_t *is_loaded, uint8_t *is_needed) {
+    enum { MOST = 4 };
+    for (int32_t idx = 0; idx < p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        is_loaded[idx] = fa_is_op(x, FA_FLEX_gather);
+        for (int i = 0; i < x->num_operands; i++) is_loaded[idx] |= is_loaded[x->operand[i]];
+    }
+    for (int32_t idx = 0; idx < p->num_instructions; idx++)
+        is_loaded[idx] &= p->instructions[idx].result == FA_FLEX_F32 && fa_is_of_head(p, idx);
+    mark_terms(p, is_needed);
+    const int num = mark_pairs(p, is_needed, is_loaded);
+    if (num <= MOST) return num;
+    memset(is_loaded, 0, (size_t)p->num_instructions);
+    return 0;
+}
+
+/* Are the sums of finite values finite, whatever the indices? is_needed: all that the terms are computed from. */
+static bool is_finite(const fa_flex_program *p, const uint8_t *is_needed) {
+    for (int32_t idx = 0; idx < p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        if (!is_needed[idx] || x->result < FA_FLEX_F32 || fa_is_of_head(p, idx)) continue;
+        switch ((fa_flex_op)x->op) {
+        case FA_FLEX_convert:
+        case FA_FLEX_where:
+        case FA_FLEX_add:
+        case FA_FLEX_sub:
+        case FA_FLEX_mul:
+        case FA_FLEX_neg:
+        case FA_FLEX_abs:
+        case FA_FLEX_minimum:
+        case FA_FLEX_maximum: break;
+        default: return false; /* an element of a table may be anything */
+        }
+    }
+    return true;
+}
+
+/* Writes flex_head_values and flex_exponent of such a score_mod. The arrays have a flag for each instruction. */
+void fa_put_exponent(const fa_writer *w, uint8_t *is_needed, uint8_t *is_value) {
+    const fa_flex_program *p = w->p;
+    const int32_t num = p->num_instructions;
+    fa_put(w->t, "#define FLEX_HEAD_VALUES %d\n", mark_head_values(p, is_value, is_needed));
+    mark_terms(p, is_needed);
+    mark_pairs(p, is_needed, is_value);
+    fa_put(w->t, "#define FLEX_IS_FINITE   %d\n\n", is_finite(p, is_needed));
+    for (int32_t idx = 0; idx < num; idx++) is_value[idx] &= is_needed[idx];
+    memcpy(is_needed, is_value, (size_t)num);
+    fa_mark_operands(p, is_needed);
+    fa_put(w->t, "DEVICE void flex_head_values(const flex_values &x, float *values, int b, int h) {\n");
+    fa_put_needed(w, is_needed);
+    int place = 0;
+    for (int32_t idx = 0; idx < num; idx++)
+        if (is_value[idx]) fa_put(w->t, "    values[%d] = v%d;\n", place++, idx);
+    fa_put(w->t, "}\n\n"
+                 "DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, "
+                 "int q_idx, int kv_idx, int q_step, int kv_step) {\n");
+    mark_terms(p, is_needed);
+    mark_pairs(p, is_needed, is_value);
+    place = 0;
+    for (int32_t idx = 0; idx < num; idx++) {
+        if (is_value[idx])
+            fa_put(w->t, "    const float v%d = values[%d];\n", idx, place++);
+        else if (is_needed[idx])
+            fa_put_instruction(w, idx);
+    }
+    for (sum_walk walk = {num - 1, 0, false}; take_term(p, &walk);) {
+        const term_product product = product_of(p, &walk);
+        const char *sign = product.is_negative ? "-" : "";
+        if (product.of_head >= 0)
+            fa_put(w->t, "    start = fmaf(%sFLEX_LOG2_E * v%d, v%d, start);\n", sign, product.of_head, product.other);
+        else
+            fa_put(w->t, "    start = fmaf(%sFLEX_LOG2_E, v%d, start);\n", sign, product.other);
+    }
+    fa_put(w->t, "    return start;\n}\n\n");
+}
