@@ -81,8 +81,9 @@ def transformers():
     theirs, mine = (model.to(DEVICE).eval() for model in models("Llama", "flash_attention_3"))
     prompts = [torch.randint(1, 97, (n,)).tolist() for n in (9, 4, 13, 17)]
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    size_of_page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # older releases
     batching = ContinuousBatchingConfig(
-        num_blocks=64, max_batch_tokens=64, page_size=8, max_blocks_per_request=8, use_cuda_graph=not ON_CPU
+        num_blocks=64, max_batch_tokens=64, max_blocks_per_request=8, use_cuda_graph=not ON_CPU, **{size_of_page: 8}
     )
     found = mine.generate_batch(
         prompts, generation_config=GenerationConfig(**options), continuous_batching_config=batching
