@@ -16,7 +16,7 @@ from torch.fx.experimental import proxy_tensor
 
 from .._ops import without_second_derivative
 from .._sinks import add_sinks, gradient_of_sinks
-from . import attention, ops
+from . import arguments, ops
 from .block_mask import LISTS, on_device
 from .derivative import derivative_of
 from .sequences import Sequences
@@ -243,7 +243,7 @@ def _is_as_made(x):
 
 def _attend(query, key, value, score, block_mask, scale, options, score_captures, mask_captures):
     if options["follows_autocast"]:
-        query, key, value = attention.in_autocast(query, key, value)
+        query, key, value = arguments.in_autocast(query, key, value)
     *block_size, num, places, full_num, full_places = block_mask[:6]
     *sequences, sinks, mask = block_mask[6:]
     sequences = Sequences(*sequences)
@@ -325,7 +325,7 @@ def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, 
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
         lists = [getattr(block_mask, name) for name in LISTS]
-        blocks = (*block_mask.BLOCK_SIZE, *[attention.int32(x) for x in lists])
+        blocks = (*block_mask.BLOCK_SIZE, *[arguments.int32(x) for x in lists])
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     blocks = (*blocks, *places, None, _mask_function(mask_mod))
