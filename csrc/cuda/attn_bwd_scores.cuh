@@ -57,9 +57,23 @@ DEVICE void load_stats(float (&x)[STAT_REGS], const float *stats, int lane) {
     }
 }
 
-/* Kernels whose weights are P keep weights as floats. At 64 columns and in fp16 all weights are floats, and dV is done
- * before dP takes the registers of P. Else dP runs beside dV, which leaves registers for 48 of 64 floats, or 16 of 32.
- */
+/* Plain kernels of up to 64 columns walk in bursts (attn_bwd_sm90.cu), and all their weights are floats. They compute
+ * -dS: the sum of dP begins with D, and the product is subtracted. So dQ and dK subtract, too. This saves negations. */
+constexpr bool IN_BURSTS = BLOCK_Q == 128 && !WEIGHTED && !ALIBI && !FLEX;
+constexpr int SIGN_OF_DS = IN_BURSTS ? -1 : 1;
+
+/* Loads half of the values that load_stats loads. */
+DEVICE void load_half_of_stats(float (&x)[STAT_REGS / 2], const float *stats, int half, int lane) {
+#pragma unroll
+    for (int i = 0; i < STAT_REGS / 2; i += 4) {
+        const float4 four = four_stats(stats, half * (STAT_REGS / 8) + i / 4, lane);
+        x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+    }
+}
+
+/* Other kernels whose weights are P keep some weights as floats. At 64 columns and in fp16 all weights are floats, and
+ * dV is done before dP takes the registers of P. Else dP runs beside dV, which leaves registers for 48 of 64 floats, or
+ * 16 of 32. */
 constexpr int FLOAT_WEIGHTS = FLEX_PARTS || WEIGHTED || WIDE ? 0 : BLOCK_Q < 128 ? 16 : BF16 ? 48 : S_REGS;
 constexpr bool DV_FIRST = FLOAT_WEIGHTS == S_REGS;
 
@@ -115,9 +129,20 @@ DEVICE void start_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
     }
 }
 
+/* The same with D instead of -D. Loads of two values need fewer moves than loads of four. */
+DEVICE void start_negated_dp_sum(float (&dp)[S_REGS], const float *stats, int lane) {
+#pragma unroll
+    for (int g = 0; g < S_REGS / 4; g++) {
+        const float2 two = ld_shared_x2(stats + 16 * (g / 2) + 4 * (lane % 4) + 2 * (g % 2));
+        float *x = dp + 4 * g;
+        x[0] = x[2] = two.x, x[1] = x[3] = two.y;
+    }
+}
+
 /* Issues S^T = K Q^T for the 64 keys of this warpgroup. dP^T = V dO^T is issued alike. With ADDS the product is added
  * to the content of the registers. */
-template <int COLUMNS, bool ADDS = false> DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
+template <int COLUMNS, bool ADDS = false, int SIGN = 1>
+DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
     wgmma_fence();
     constexpr u32 step = matrix_descriptor_bytes(32);
     constexpr bool BY_4 = ROW_BYTES == 128 && COLUMNS % CHUNK == 0; /* A chunk of columns is four products. */
@@ -127,7 +152,7 @@ template <int COLUMNS, bool ADDS = false> DEVICE void issue_scores(float (&s)[S_
         const u32 keys = kv_desc + matrix_descriptor_bytes(chunk * KEYS * ROW_BYTES + in_chunk);
         const u32 rows = q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk);
         if constexpr (BY_4)
-            wgmma<BLOCK_Q, element>::template ss_4<HIGH, HIGH, step, step>(s, keys, rows, ADDS || k > 0);
+            wgmma<BLOCK_Q, element>::template ss_4<HIGH, HIGH, step, step, 0, 0, SIGN>(s, keys, rows, ADDS || k > 0);
         else
             wgmma<BLOCK_Q, element>::template ss<HIGH, HIGH>(s, keys, rows, ADDS || k > 0);
     }
@@ -135,13 +160,13 @@ template <int COLUMNS, bool ADDS = false> DEVICE void issue_scores(float (&s)[S_
 }
 
 /* Issues dV += P^T dO. dK += dS^T Q is issued alike. */
-template <int REGS> DEVICE void issue_update(float (&kv)[REGS], const u32 (&p)[P_REGS], u32 q_desc) {
+template <int SIGN = 1, int REGS> DEVICE void issue_update(float (&kv)[REGS], const u32 (&p)[P_REGS], u32 q_desc) {
     wgmma_fence();
     constexpr u32 step = matrix_descriptor_bytes(16 * ROW_BYTES);
     static_assert(BLOCK_Q % 64 == 0, "products of 16 rows are issued by fours");
 #pragma unroll
     for (int k = 0; k < BLOCK_Q / 16; k += 4)
-        wgmma<2 * REGS, element>::template rs_4<HIGH, step>(kv, p + 4 * k, q_desc + k * step);
+        wgmma<2 * REGS, element>::template rs_4<HIGH, step, SIGN>(kv, p + 4 * k, q_desc + k * step);
     wgmma_commit_group();
 }
 
@@ -155,7 +180,8 @@ DEVICE void issue_dq(float (&dq)[DQ_REGS], u32 ds_desc, u32 k_desc) {
         const int chunk = k * 16 / CHUNK, in_chunk = k * 16 % CHUNK * element::BYTES;
         const u32 ds = ds_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk);
         if constexpr (BY_4)
-            wgmma<DQ_COLUMNS, element>::template ss_4<HIGH, HIGH, step, k_step, 1>(dq, ds, k_desc + k * k_step, k > 0);
+            wgmma<DQ_COLUMNS, element>::template ss_4<HIGH, HIGH, step, k_step, 1, 0, SIGN_OF_DS>(
+                dq, ds, k_desc + k * k_step, k > 0);
         else
             wgmma<DQ_COLUMNS, element>::template ss<HIGH, HIGH, 1>(dq, ds, k_desc + k * k_step, k > 0);
     }

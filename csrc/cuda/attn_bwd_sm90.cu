@@ -29,6 +29,8 @@
  *   dQ to the writer warp    Issue dP and dV. Compute dS while dV runs.
  *   dS to both warpgroups    Issue dK.
  *
+ * Plain kernels of up to 64 columns have another order of products: walk_in_bursts.
+ *
  * The first key tile of a query tile stores its share of dQ, and the key tiles between add their shares. The warpgroups
  * of the last key tile add the sum to their own share and write dQ. So no memory need be zero before, and no kernel
  * follows. With in_order the key tiles between add in their order, too, and every bit of dQ repeats. dK and dV always
@@ -85,8 +87,8 @@ template <int WIDTH> DEVICE void write_box(void *box, const float *x, float fact
 }
 
 /* At 64 columns the exponentials of a step take longer than its dQ. Warpgroups that compute them at the same time share
- * the unit, and both wait. So the warpgroups take turns. */
-constexpr bool TAKES_TURNS = FLOAT_WEIGHTS > 0 && BLOCK_Q == 128;
+ * the unit, and both wait. So the warpgroups take turns. In bursts they need none. */
+constexpr bool TAKES_TURNS = FLOAT_WEIGHTS > 0 && BLOCK_Q == 128 && !IN_BURSTS;
 enum { BAR_TURN = 1 }; /* of warpgroup 0; the next barrier is that of warpgroup 1 */
 
 /* Whole warpgroup. The turn passes to the other warpgroup when this thread's P is computed. No P has a sign, so
@@ -214,6 +216,118 @@ DEVICE u32 early(u32 x) {
  * sum needs. */
 constexpr bool LOADS_LSE_LATE = FLEX_ADDS;
 
+/* The operands of a warpgroup: descriptors of stage 0, and where a lane stores dS and dQ in stage 0. */
+struct operands {
+    u32 k, v, q, dout; /* of S, dP, dV and dK */
+    u32 ds, k_of_dq;
+    u32 ds_at, dq_at;
+};
+constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * element::BYTES);
+constexpr u32 DS_STAGE = matrix_descriptor_bytes(BLOCK_Q * BLOCK_KV * element::BYTES);
+
+/* Whole warpgroup. Plain kernels of up to 64 columns: all steps of a work tile, but for the last dQ. Each step ends
+ * with a burst of the tensor cores: dQ of the last step, dV, dK, and S of the next step.
+ *
+ *   issue S          When dK of the last step is done, release Q. Hand over dQ of the last step but one.
+ *   issue dP         Compute P. When dP is there, compute dS.
+ *   dS to memory     Issue dQ of the last step, dV and dK.
+ *
+ * One warpgroup computes P and dS during the burst of the other. For this the warpgroups must be half a step apart. So
+ * no wait of a step is for what the other warpgroup does in the same step. P and dS are rounded together, in the
+ * registers of the floats. So all weights stay floats until then. `r` counts the steps. */
+template <bool IS_GROUPED>
+DEVICE void walk_in_bursts(float (&dK)[KV_REGS], float (&dV)[KV_REGS], ring &r, const params &p, shared_memory &s,
+                           const tile &t, const tile_walk &queries, const operands &at, int wg, int num_steps,
+                           int last_end, u32 kv_parity) {
+    static_assert(STARTS_WITH_D || !IN_BURSTS, "dP - D comes from the sum");
+    const int lane = threadIdx.x % 32;
+    const bool arrives = arrives_for_warp(lane);
+    float dQ[DQ_REGS] = {};
+    /* Hands over dQ of `step`, which has the stage and the parity of step + 2, the present one. */
+    const auto hand_over = [&](int step) {
+        const int q_tile = place_of_step<IS_GROUPED>(p, queries.end, step).q_tile;
+        hand_over_dq(dQ, p, s, t, at.dq_at, wg, r.stage, r.parity ^ 1, q_tile, q_tile < last_end, 0);
+        __syncwarp();
+        if (arrives) mbarrier_arrive(&s.dq_full[r.stage]);
+    };
+#pragma unroll 1
+    for (int step = 0; step < num_steps; step++) {
+        const int last = r.stage ^ 1;
+        const u32 last_parity = parity_of_last(r);
+        u32 P[P_REGS], dS[P_REGS];
+        float S[S_REGS], dP[S_REGS], lse[STAT_REGS / 2];
+        /* wait Q: S = K Q^T */
+        mbarrier_wait(&s.q_full[r.stage], r.parity);
+        issue_scores<HEAD_DIM>(S, at.k, at.q + r.stage * Q_STAGE);
+        /* dK of the last step is there: release Q of the last step. Hand dQ over while S runs. */
+        wgmma_wait_group<1>(dK);
+        if (arrives && step > 0) mbarrier_arrive(&s.q_empty[last]);
+        if (step > 1) hand_over(step - 2);
+        /* wait dO; S is there: D - dP = D - V dO^T */
+        mbarrier_wait(&s.do_full[r.stage], r.parity);
+        if (step == 0) mbarrier_wait(&s.v_full, kv_parity);
+        start_negated_dp_sum(dP, s.d[r.stage], lane);
+        load_half_of_stats(lse, s.lse[r.stage], 0, lane);
+        wgmma_wait_group<0>(S);
+        issue_scores<D_V, true, SIGN_OF_DS>(dP, at.v, at.dout + r.stage * Q_STAGE);
+        const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
+        if (is_partial<1>(q_tile, queries.full_begin, queries.full_end)) {
+            const place from = place_of(t, q_tile);
+#pragma unroll
+            for (int g = 0; g < S_REGS / 8; g++) mask_scores(S + 8 * g, p, from, 16 * g);
+        }
+        /* P, half of the registers at a time: there is no room for the whole LSE */
+        constexpr int HALF = S_REGS / 2;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float (&x)[HALF] = *(float (*)[HALF])(S + half * HALF);
+#pragma unroll
+            for (int i = 0; i < HALF; i++) x[i] = fmaf(x[i], p.scale_log2, -lse[stat_of(i)]);
+            pin(x);
+            if (half == 0) load_half_of_stats(lse, s.lse[r.stage], 1, lane);
+#pragma unroll
+            for (int i = 0; i < HALF; i++) x[i] = ex2(x[i]);
+        }
+        pin(S);
+        int ds_place = (int)(at.ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
+        pin(ds_place);
+        /* dP is there: P and -dS in 16 bits take the registers of the floats */
+        wgmma_wait_group<0>(dP);
+        pin(S);
+#pragma unroll
+        for (int i = 0; i < P_REGS; i += 4) {
+#pragma unroll
+            for (int k = i; k < i + 4; k++) {
+                P[k] = cvt_x2<element>(S[2 * k], S[2 * k + 1]);
+                dS[k] = cvt_x2<element>(S[2 * k] * dP[2 * k], S[2 * k + 1] * dP[2 * k + 1]);
+            }
+            pin(*(u32(*)[4])(P + i)), pin(*(u32(*)[4])(dS + i));
+        }
+        pin(P);
+        /* wait for a place for dS: in the first step the last work tile's dK must have left this place */
+        mbarrier_wait(step > 0 ? &s.ds_empty[r.stage] : &s.dk_empty, (step > 0 ? r.parity : kv_parity) ^ 1);
+        store_ds(dS, (u32)ds_place);
+        /* wait dS of the last step: its dQ. dV += P^T dO, dK += dS^T Q. NOTE: the first step multiplies whatever lies
+         * in dS, and drops the result. */
+        if (step > 0) mbarrier_wait(&s.ds_full[last], last_parity);
+        issue_dq(dQ, at.ds + last * DS_STAGE, at.k_of_dq);
+        issue_update(dV, P, at.dout + r.stage * Q_STAGE);
+        issue_update<SIGN_OF_DS>(dK, dS, at.q + r.stage * Q_STAGE);
+        /* dS to both warpgroups */
+        fence_proxy_async();
+        __syncwarp();
+        if (arrives) mbarrier_arrive(&s.ds_full[r.stage]);
+        /* dQ and dV are there: release dO, and dS of the last step */
+        wgmma_wait_group<1>(dQ);
+        pin(dV);
+        if (arrives) mbarrier_arrive(&s.do_empty[r.stage]);
+        if (arrives && step > 0) mbarrier_arrive(&s.ds_empty[last]);
+        r.next();
+    }
+    wgmma_wait_group<0>(dK);
+    if (num_steps > 1) hand_over(num_steps - 2);
+}
+
 /* This function is one warpgroup. With IS_GROUPED a work tile may have several query heads. */
 template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s, const int wg) {
     const int lane = KEEPS_ADDRESSES ? kept(threadIdx.x % 32) : threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -226,8 +340,6 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
     const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds) + dq_row(wg) * ROW_BYTES, 0);
     const u32 k_dq_desc =
         matrix_descriptor(smem_address(s.k) + dq_column(wg) / CHUNK * BLOCK_KV * ROW_BYTES, BLOCK_KV * ROW_BYTES);
-    constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * COLUMNS * element::BYTES);
-    constexpr u32 DS_STAGE = matrix_descriptor_bytes(BLOCK_Q * BLOCK_KV * element::BYTES);
 
     /* The addresses at which this lane stores in stage 0. At 128 columns, computing the addresses again in every step,
      * in front of the stores, costs 3 to 4%. At 64 columns, keeping the addresses costs 3 to 7%. */
@@ -263,8 +375,12 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
             pin(dK), pin(dV);
             wgmma_fence();
             int word = 0; /* of the last step (step_words) */
+            if constexpr (IN_BURSTS)
+                walk_in_bursts<IS_GROUPED>(dK, dV, r, p, s, t, queries,
+                                           {k_desc, v_desc, q_desc_0, do_desc_0, ds_desc_0, k_dq_desc, ds_at, dq_at},
+                                           wg, num_steps, last_end, kv_parity);
 #pragma unroll 1
-            for (int step = 0; step < num_steps; step++) {
+            for (int step = 0; !IN_BURSTS && step < num_steps; step++) {
                 const int last = r.stage ^ 1;
                 const u32 last_parity = parity_of_last(r);
                 u32 P[P_REGS], W[WEIGHTED ? P_REGS : 1], rest[REST_REGS], dS[P_REGS];

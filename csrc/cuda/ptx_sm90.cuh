@@ -203,6 +203,15 @@ DEVICE float4 ld_global_in_order(const float4 *p) {
                  : "memory");
     return x;
 }
+
+/* Any lanes. Two floats of shared memory, at a multiple of 8. The compiler does not make one load of two of these.
+ * [ld] */
+DEVICE float2 ld_shared_x2(const float *p) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(smem_address(p)));
+    return x;
+}
+
 /* ---- wgmma [Asynchronous Warpgroup Level Matrix Instructions] -------------------------------------------------
  * Whole warpgroup, in this order: fence, products, commit, wait. Only then the warpgroup may read D, change A's
  * registers or free the shared memory. D [64, N] is float. Register i of lane l in warp w belongs to
@@ -307,20 +316,21 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
 template <int N, class T> struct wgmma;
 
 /* Product i of four, with the steps as numbers of operands. */
-#define WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, i, ACC)                                       \
-    "add.u32 low, %" #R0 ", %" #R7 " * " #i ";\n"                                                                  \
-    "mov.b64 a, {low, %" #R3 "};\n"                                                                                \
-    "add.u32 low, %" #R1 ", %" #R8 " * " #i ";\n"                                                                  \
-    "mov.b64 b, {low, %" #R4 "};\n"                                                                                \
-    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS "}, a, b, " #ACC ", 1, 1, %" #R6 \
-                                                                                  ", %" #R5 ";\n"
-#define WGMMA_RS_OF_4(N, TYPE, REGS, A0, A1, A2, A3, R16, R17, R18, i)                                            \
-    "add.u32 low, %" #R16 ", %" #R18 " * " #i ";\n"                                                               \
-    "mov.b64 b, {low, %" #R17 "};\n"                                                                              \
-    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS "}, {%" #A0 ", %" #A1 ", %" #A2 \
-                                                                                  ", %" #A3 "}, b, 1, 1, 1, 1;\n"
+#define WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, R9, i, ACC)                             \
+    "add.u32 low, %" #R0 ", %" #R7 " * " #i ";\n"                                                            \
+    "mov.b64 a, {low, %" #R3 "};\n"                                                                          \
+    "add.u32 low, %" #R1 ", %" #R8 " * " #i ";\n"                                                            \
+    "mov.b64 b, {low, %" #R4 "};\n"                                                                          \
+    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS "}, a, b, " #ACC ", %" #R9 \
+                                                                                  ", 1, %" #R6 ", %" #R5 ";\n"
+#define WGMMA_RS_OF_4(N, TYPE, REGS, A0, A1, A2, A3, R16, R17, R18, R19, i)       \
+    "add.u32 low, %" #R16 ", %" #R18 " * " #i ";\n"                               \
+    "mov.b64 b, {low, %" #R17 "};\n"                                              \
+    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS \
+        "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, b, 1, %" #R19 ", 1, 1;\n"
 
-#define WGMMA(N, T, TYPE, REGS, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10, R11, R12, R13, R14, R15, R16, R17, R18) \
+#define WGMMA(N, T, TYPE, REGS, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10, R11, R12, R13, R14, R15, R16, R17, R18, \
+              R19)                                                                                                   \
     template <> struct wgmma<N, T> {                                                                                 \
         template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0>                                        \
         static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {                                      \
@@ -333,17 +343,17 @@ template <int N, class T> struct wgmma;
                          : D_##REGS                                                                                  \
                          : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS), "n"(A_ACROSS)); \
         }                                                                                                            \
-        template <u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS = 0, int A_ACROSS = 0>                \
+        template <u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS = 0, int A_ACROSS = 0, int SIGN = 1>  \
         static DEVICE void ss_4(float (&d)[REGS], u32 a, u32 b, int accumulate) {                                    \
             asm volatile("{.reg .pred acc; .reg .b32 low; .reg .b64 a, b;\n"                                         \
                          "setp.ne.b32 acc, %" #R2                                                                    \
-                         ", 0;\n" WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, 0, acc)               \
-                             WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, 1, 1)                      \
-                                 WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, 2, 1)                  \
-                                     WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, 3, 1) "}"          \
+                         ", 0;\n" WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, R9, 0, acc)           \
+                             WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, R9, 1, 1)                  \
+                                 WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, R9, 2, 1)              \
+                                     WGMMA_SS_OF_4(N, TYPE, REGS, R0, R1, R3, R4, R5, R6, R7, R8, R9, 3, 1) "}"      \
                          : D_##REGS                                                                                  \
                          : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS), "n"(A_ACROSS),  \
-                           "n"(A_STEP), "n"(B_STEP));                                                                \
+                           "n"(A_STEP), "n"(B_STEP), "n"(SIGN));                                                     \
         }                                                                                                            \
         template <u32 B_HIGH> static DEVICE void rs(float (&d)[REGS], const u32 *a, u32 b) {                         \
             asm volatile("{.reg .b64 b;\n"                                                                           \
@@ -353,16 +363,17 @@ template <int N, class T> struct wgmma;
                          : D_##REGS                                                                                  \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(B_HIGH));                         \
         }                                                                                                            \
-        template <u32 B_HIGH, u32 B_STEP> static DEVICE void rs_4(float (&d)[REGS], const u32 *a, u32 b) {           \
+        template <u32 B_HIGH, u32 B_STEP, int SIGN = 1>                                                              \
+        static DEVICE void rs_4(float (&d)[REGS], const u32 *a, u32 b) {                                             \
             asm volatile(                                                                                            \
-                "{.reg .b32 low; .reg .b64 b;\n" WGMMA_RS_OF_4(N, TYPE, REGS, R0, R1, R2, R3, R16, R17, R18, 0)      \
-                    WGMMA_RS_OF_4(N, TYPE, REGS, R4, R5, R6, R7, R16, R17, R18, 1)                                   \
-                        WGMMA_RS_OF_4(N, TYPE, REGS, R8, R9, R10, R11, R16, R17, R18, 2)                             \
-                            WGMMA_RS_OF_4(N, TYPE, REGS, R12, R13, R14, R15, R16, R17, R18, 3) "}"                   \
+                "{.reg .b32 low; .reg .b64 b;\n" WGMMA_RS_OF_4(N, TYPE, REGS, R0, R1, R2, R3, R16, R17, R18, R19, 0) \
+                    WGMMA_RS_OF_4(N, TYPE, REGS, R4, R5, R6, R7, R16, R17, R18, R19, 1)                              \
+                        WGMMA_RS_OF_4(N, TYPE, REGS, R8, R9, R10, R11, R16, R17, R18, R19, 2)                        \
+                            WGMMA_RS_OF_4(N, TYPE, REGS, R12, R13, R14, R15, R16, R17, R18, R19, 3) "}"              \
                 : D_##REGS                                                                                           \
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]), "r"(a[8]), \
                   "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]), "r"(a[14]), "r"(a[15]), "r"(b),         \
-                  "n"(B_HIGH), "n"(B_STEP));                                                                         \
+                  "n"(B_HIGH), "n"(B_STEP), "n"(SIGN));                                                              \
         }                                                                                                            \
         template <u32 B_HIGH> static DEVICE void rs_along(float (&d)[REGS], const u32 *a, u32 b, int accumulate) {   \
             asm volatile("{.reg .pred acc; .reg .b64 b;\n"                                                           \
@@ -381,14 +392,14 @@ template <int N, class T> struct wgmma;
 #define WGMMA_16(N, REGS, ...) WGMMA(N, fp16, "f16", REGS, __VA_ARGS__)
 #endif
 
-WGMMA_16(64, 32, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50)
-WGMMA_16(80, 40, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58)
-WGMMA_16(96, 48, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66)
-WGMMA_16(112, 56, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74)
-WGMMA_16(128, 64, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82)
-WGMMA_16(160, 80, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98)
-WGMMA_16(192, 96, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114)
-WGMMA_16(256, 128, 128, 129, 130, 131, 132, 133, 134, 135, 136, 137, 138, 139, 140, 141, 142, 143, 144, 145, 146)
+WGMMA_16(64, 32, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51)
+WGMMA_16(80, 40, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59)
+WGMMA_16(96, 48, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67)
+WGMMA_16(112, 56, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75)
+WGMMA_16(128, 64, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83)
+WGMMA_16(160, 80, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99)
+WGMMA_16(192, 96, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 113, 114, 115)
+WGMMA_16(256, 128, 128, 129, 130, 131, 132, 133, 134, 135, 136, 137, 138, 139, 140, 141, 142, 143, 144, 145, 146, 147)
 
 #undef WGMMA_16
 #undef WGMMA

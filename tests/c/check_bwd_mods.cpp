@@ -32,6 +32,7 @@ static void wgmma_commit_group() {}
 static float __uint_as_float(u32 x) { return fa_f32_of_bits(x); }
 static u32 cvt_e5m2_x2(float, float) { return 0; } /* of weights in fp16, which kernels with a derivative have not */
 static void stmatrix_x4_trans(u32, u32, u32, u32, u32) {}
+static float2 ld_shared_x2(const float *p) { return {p[0], p[1]}; }
 static void cp_async_bulk_tensor_load(...) {}
 static void cp_async_bulk_tensor_multicast(...) {}
 static void cp_async_bulk_prefetch_tensor(...) {}
