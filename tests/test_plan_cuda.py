@@ -45,7 +45,7 @@ int main(int argc, char **argv) {
     static const float slopes[1];
     int64_t d = 128, d_v = 0, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
     fa_flex flex = {.mask_b = 1, .block_q = 128, .block_kv = 128}; /* masks: [1, masks, rows, columns] */
-    bool prints_order = false, prints_launch = false;
+    bool prints_order = false, prints_launch = false, prints_follows = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
                     .scale = 0.1, .window_left = -1, .window_right = -1};
@@ -72,6 +72,7 @@ int main(int argc, char **argv) {
         if (strncmp(name, "ordered=", 8) == 0) p.deterministic = true;
         if (strncmp(name, "order=", 6) == 0) prints_order = true;
         if (strncmp(name, "launch=", 7) == 0) prints_launch = true;
+        if (strncmp(name, "follows=", 8) == 0) prints_follows = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "masks=", 6) == 0) flex.mask_h = x, p.flex = &flex;
         if (strncmp(name, "used=", 5) == 0) p.seqused_k = offsets;
@@ -99,6 +100,7 @@ int main(int argc, char **argv) {
         return printf("%d %d %d | %d %d | %d %d %d | %d", plan.gpu.group_heads, plan.gpu.is_dynamic, plan.gpu.num_ctas,
                       plan.gpu.decode.lanes, plan.gpu.decode.groups, plan.gpu.decode_low.row >= 0,
                       plan.gpu.decode_low.lanes, plan.gpu.decode_low.groups, plan.gpu.tile_heads), 0;
+    if (prints_follows) return printf("%d", plan.gpu.follows_rows), 0;
     if (prints_order) return printf("%d %d %d", plan.gpu.any_order, plan.gpu.converts, plan.gpu.group_heads), 0;
     printf("%s %d %d %zu %d %d", plan.kernel, plan.block_q, plan.block_kv, plan.workspace_bytes, plan.num_splits,
            plan.gpu.cluster);
@@ -276,6 +278,28 @@ def test_order_of_the_backward(plan, numbers, any_order, converts, heads):
     given = {name: value for name, value in numbers.items() if name != "len"}
     given = {"pass": 1, "sms": 132, "order": 1, "h": 4, "len_q": length, "len_kv": length} | given
     assert plan(**{"h_kv": given["h"]} | given) == f"{any_order} {converts} {heads}"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "follows"),
+    [
+        ({"h": 8, "len": 16384}, 1),  # the rows of 8 heads, 128 columns x 8 bytes, are 134 MB
+        ({"h": 16, "len": 8192}, 1),  # the same of 8 of 16 heads: 67 MB
+        ({"h": 16, "len": 4096}, 0),  # 34 MB
+        ({"h": 2, "len": 16384}, 0),
+        ({"h": 32, "h_kv": 8, "len": 16384}, 1),  # a group has two key heads of four query heads each
+        ({"h": 8, "d": 64, "len": 32768}, 0),
+        ({"h": 8, "d": 256, "len": 4096}, 0),
+        ({"h": 8, "d": 256, "len": 8192}, 1),
+        ({"h": 8, "len": 16384, "masks": 0}, 0),  # no block mask
+    ],
+    ids=str,
+)
+def test_when_key_tiles_of_a_block_mask_keep_their_order(plan, numbers, follows):
+    given = {name: value for name, value in numbers.items() if name not in ("len", "masks")}
+    given |= {"masks": 1} if numbers.get("masks", 1) else {}
+    sizes = {"b": 1, "h_kv": given["h"], "len_q": numbers["len"], "len_kv": numbers["len"]}
+    assert plan(**{"pass": 1, "sms": 132, "follows": 1} | sizes | given) == str(follows)
 
 
 @pytest.mark.parametrize(

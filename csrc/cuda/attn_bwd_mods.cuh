@@ -20,12 +20,24 @@ constexpr int HIDDEN_WORDS = FA_HIDDEN_WORDS(BLOCK_Q), HIDDEN_PITCH = 2 * BLOCK_
 DEVICE int query_tile_of(int entry) { return entry >> 2; }
 DEVICE block_kind kind_of(int entry) { return FLEX_BLOCKS ? (block_kind)(entry & 3) : KIND_WITHOUT_BLOCKS; }
 
+/* A step's hidden pairs come beside its Q, if shared memory has room for the bits of one step: up to 128 columns and
+ * with 64 queries. All warps read the bits of a step before they release Q of the step before. So the next bits have
+ * the same place. Q of a work tile's last step is therefore released in the first step of the next work tile. NOTE:
+ * with ALiBi as a score_mod the code with bits beside Q is 4% slower. */
+constexpr bool HIDDEN_BESIDE_Q = FLEX_HIDDEN && !FLEX_SCORE && !WIDE && HIDDEN_WORDS == 1;
+
 /* Words beside the stages of a step. The producer writes a word beside each Q: 4 times the entry, plus what the
  * warpgroups must know of this step's share of dQ. */
 enum { FIRST_SHARE = 1, LAST_SHARE = 2 };
 struct step_words {
     int steps[2];
     int turns[WIDE ? 4 : 1]; /* of four steps: 4 times the query tile, plus the words of its share */
+    alignas(16) u32 hidden[HIDDEN_BESIDE_Q ? HIDDEN_PITCH : 1];
+
+    /* Bytes of hidden pairs that come with Q. */
+    static DEVICE u32 hidden_bytes(int entry) {
+        return HIDDEN_BESIDE_Q && kind_of(entry) != FULL_BLOCK ? HIDDEN_PITCH * 4 : 0;
+    }
 
     static DEVICE int share_of(bool is_first, bool is_last) {
         return (is_first ? FIRST_SHARE : 0) | (is_last ? LAST_SHARE : 0);
@@ -57,6 +69,10 @@ struct listed_queries {
     }
     /* Twice the number of key tiles that add to query tile i before, plus 1 if none adds after. */
     DEVICE u32 share_at(int i) const { return list ? __ldg(ranks + (long long)i * pitch) : 0; }
+
+    DEVICE const u32 *hidden_of(int entry) const {
+        return hidden + (long long)query_tile_of(entry) * (HIDDEN_WORDS * HIDDEN_PITCH);
+    }
 
     /* Finds the list of a work tile, and loads the values of its first query head. `kv_tile` comes in as the number of
      * the work tile in the order of its head, and becomes its key tile. */
@@ -97,8 +113,13 @@ struct list_reader {
 
 #else
 
+constexpr bool HIDDEN_BESIDE_Q = false;
+
 DEVICE int query_tile_of(int place) { return place; }
 struct step_words {
+    static constexpr u32 *hidden = nullptr;
+
+    static DEVICE u32 hidden_bytes(int) { return 0; }
     template <class tile> static DEVICE void set_step(int, const tile &, int, u32) {}
 };
 struct listed_queries {
@@ -106,6 +127,7 @@ struct listed_queries {
     static DEVICE bool has_list() { return false; }
     static DEVICE int entry_at(int place) { return place; }
     static DEVICE u32 share_at(int) { return 0; }
+    static DEVICE const u32 *hidden_of(int) { return nullptr; }
     static DEVICE void find_list(const params &, int, int, int &) {}
 };
 struct list_reader {

@@ -270,10 +270,17 @@ struct hidden_pairs {
     DEVICE bool load(const tile &t, int entry) {
         if (kind_of(entry) == FULL_BLOCK) return false;
         const int thread = WIDE ? cluster_rank() * (2 * KEYS) + threadIdx.x % (2 * KEYS) : threadIdx.x - 128;
-        const u32 *from = t.hidden + (long long)query_tile_of(entry) * (HIDDEN_WORDS * HIDDEN_PITCH) + thread;
+        const u32 *from = t.hidden_of(entry) + thread;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = __ldg(from + w * HIDDEN_PITCH);
         return true;
+    }
+
+    /* The same where the bits lie beside Q. `word` is this thread's, which means nothing if the entry is full. */
+    DEVICE bool take(int entry, u32 word) {
+        const bool hides = kind_of(entry) != FULL_BLOCK;
+        words[0] = hides ? word : 0;
+        return hides;
     }
 
     /* Looks at a step of this entry, and says whether there may be such a pair. Whole warp. */

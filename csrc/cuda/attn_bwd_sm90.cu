@@ -391,6 +391,7 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 if (!LOADS_LSE_LATE) load_stats(lse, s.lse[r.stage], lane);
 #if FLEX
                 const int last_word = word, next_word = s.words.steps[r.stage];
+                const u32 hidden_word = HIDDEN_BESIDE_Q ? s.words.hidden[threadIdx.x - 128] : 0;
 #else
                 const int last_word = 0;
 #endif
@@ -398,9 +399,9 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
 #if FLEX
                 word = uniform(next_word);
 #endif
-                /* dK of the last step is there: release Q of the last step */
+                /* dK of the last step is there: release Q of the last step, and the place of this step's bits */
                 wgmma_wait_group<1>(dK);
-                if (arrives && step > 0) mbarrier_arrive(&s.q_empty[last]);
+                if (arrives && (HIDDEN_BESIDE_Q || step > 0)) mbarrier_arrive(&s.q_empty[last]);
                 /* wait dS: dQ of the last step. NOTE: the first step multiplies whatever lies in dS, and drops the
                  * result. With a branch around the products, or with a separate first step, ptxas runs the products one
                  * by one (C7512). */
@@ -411,7 +412,9 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 const int head_in_group = place_of_step<IS_GROUPED>(p, queries.end, step).head_in_group;
                 const mods mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group);
                 hidden_pairs hidden;
-                const bool hides = FLEX_HIDDEN ? hidden.load(t, entry) : hidden.find(p, t, mod, entry);
+                const bool hides = HIDDEN_BESIDE_Q ? hidden.take(entry, hidden_word)
+                                   : FLEX_HIDDEN   ? hidden.load(t, entry)
+                                                   : hidden.find(p, t, mod, entry);
 #endif
 #if FLEX /* computed while S is on its way */
                 first_pair at = pair_of(t, query_tile_of(entry));
@@ -503,7 +506,7 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
             const u32 last_parity = parity_of_last(r);
             float dQ[DQ_REGS];
             wgmma_wait_group<0>(dK);
-            if (arrives) mbarrier_arrive(&s.q_empty[last]);
+            if (arrives && !HIDDEN_BESIDE_Q) mbarrier_arrive(&s.q_empty[last]);
             if (t.pieces > 1) add_to_pieces(dK, dV, p, t, 4 * wg + warp);
             mbarrier_wait(&s.ds_full[last], last_parity);
             issue_dq(dQ, ds_desc_0 + last * DS_STAGE, k_dq_desc);

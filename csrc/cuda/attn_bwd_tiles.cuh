@@ -266,6 +266,11 @@ template <class shared_memory> DEVICE int take_tile(const params &p, shared_memo
  * order is 0.5 to 3% slower. There K comes before Q, and V comes before dO. */
 constexpr bool KEYS_FIRST = CTAS > 1;
 
+/* Returns the parity of q_empty that a step's Q waits for. With hidden pairs beside Q, the warpgroups release Q of the
+ * last step in every step. Before the first step there is no Q, so the first step releases stage 1, which is free. The
+ * barrier of stage 1 is therefore one phase ahead. */
+DEVICE u32 q_empty_parity(const ring &r) { return r.parity ^ 1 ^ (HIDDEN_BESIDE_Q ? r.stage : 0); }
+
 /* One lane. Loads what the steps of a work tile need: K and Q, or V and dO, or all four. D comes with dO, or with Q if
  * WIDE. `r` counts the steps. */
 template <bool LOADS_Q, bool LOADS_DO, class shared_memory>
@@ -307,10 +312,13 @@ DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, ring &r
         const float *stats = p.stats + ((long long)(t.slab_head + g) * p.num_slabs + t.slab + i) * (2 * BLOCK_Q);
         if (LOADS_Q) {
             u64 *full = &s.q_full[r.stage];
-            mbarrier_wait(&s.q_empty[r.stage], r.parity ^ 1);
+            mbarrier_wait(&s.q_empty[r.stage], q_empty_parity(r));
             s.words.set_step(r.stage, t, entry, reader.share);
-            mbarrier_arrive_expect_tx(full, Q_BYTES + (WIDE ? 2 : 1) * STAT_BYTES);
+            const u32 hidden_bytes = s.words.hidden_bytes(entry);
+            mbarrier_arrive_expect_tx(full, Q_BYTES + (WIDE ? 2 : 1) * STAT_BYTES + hidden_bytes);
             load_queries<CHUNKS>(s.q[r.stage], &p.q, full, row, head, t.q_batch);
+            if (HIDDEN_BESIDE_Q && hidden_bytes)
+                cp_async_bulk_load(s.words.hidden, t.hidden_of(entry), hidden_bytes, full);
             cp_async_bulk_load(s.lse[r.stage], stats, STAT_BYTES, full);
             if (WIDE) cp_async_bulk_load(s.d[r.stage], stats + BLOCK_Q, STAT_BYTES, full);
         }

@@ -95,6 +95,9 @@ typedef struct {
     int *pairs;       /* [mask_b mask_h, 1 + own_tiles other_tiles]; NULL: not wanted */
     int own_len, own_tile, own_tiles, other_len, other_tile, other_tiles;
     int own_keys; /* the own side is that of the keys */
+    /* The order keeps that of the own tiles if it can: heads whose tiles begin together, all heads, and the CTAs that
+     * work at a time. group_heads 0: the longest walks come first. */
+    int group_heads, num_heads, ctas;
     int first_phase, last_phase;
     int ctas_of_mask; /* CTAs of a cluster, which takes one mask after another; 0: all CTAs take each mask together */
 } fa_cuda_flex_walks;

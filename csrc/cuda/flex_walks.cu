@@ -10,7 +10,8 @@
  *   order   order [masks, own_tiles]: the own tiles by the length of their walks, the longest first. So a launch ends
  *           with short tiles. Of walks of one length the last query tile comes first, but the first key tile: key tiles
  *           walk from the last query tile to the first, and the key tile that begins first must not keep the others
- *           waiting for its share.
+ *           waiting for its share. With group_heads the own tiles keep their order, unless the launch then ends late.
+ *           So tiles that walk over the same rows begin together, and the L2 holds the rows.
  *   ranks   ranks [masks, other_tiles, own_tiles + 1]: in which order the tiles of keys that a tile of queries sees add
  *           to its dQ. This is the order in which Hopper's backward begins them. The rank of a pair of tiles that is
  *           not empty is twice the number of own tiles that add before, plus 1 if none adds after. Behind each row
@@ -99,12 +100,39 @@ DEVICE void list_walk(const params &p, const block_map &map, int mask, int own) 
     if (lane == 0) walk[0] = num;
 }
 
+/* Whole warp. Would a launch of the own tiles in their order end late? The estimate lets a tile begin when the work
+ * before it is divided among the CTAs. That is too late: a fifth here is a tenth in a simulation. */
+DEVICE bool ends_late(const params &p, const int *walks) {
+    const int lane = (int)(threadIdx.x % 32), pitch = 1 + p.other_tiles;
+    float behind = 0, latest = 0; /* the work of the tiles so far; the longest time for which one CTA works alone */
+#pragma unroll 4
+    for (int last = p.own_tiles - 1; last >= 0; last -= 32) {
+        const int own = last - lane;
+        const float num = own >= 0 ? (float)walks[(long long)max(own, 0) * pitch] : 0;
+        float sum = num;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const float other = __shfl_up_sync(0xffffffffu, sum, step);
+            if (lane >= step) sum += other;
+        }
+        latest = fmaxf(latest, num * (float)p.ctas - (behind + sum) * (float)p.group_heads);
+        behind += __shfl_sync(0xffffffffu, sum, 31);
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) latest = fmaxf(latest, __shfl_xor_sync(0xffffffffu, latest, step));
+    return latest > behind * (float)p.num_heads / 5;
+}
+
 /* The place of a tile is the number of tiles that come before it. */
 DEVICE void find_place(const params &p, int mask, int own) {
     const int lane = (int)(threadIdx.x % 32);
     const long long pitch = 1 + p.other_tiles;
     const int *nums = p.walks + (long long)mask * p.own_tiles * pitch, num = nums[own * pitch];
     int before = 0;
+    if (p.group_heads > 0 && !ends_late(p, nums)) {
+        if (lane == 0) p.order[(long long)mask * p.own_tiles + own] = own;
+        return;
+    }
 #pragma unroll 4
     for (int first = 0; first < p.own_tiles; first += 32) {
         const int other = first + lane, other_num = nums[min(other, p.own_tiles - 1) * pitch];

@@ -170,6 +170,7 @@ fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
     if (!p->flex || fa_block_map_bytes(p) == 0) return FA_OK;
     const block_walks w = walks_of(call);
+    const fa_gpu_plan *plan = &call->plan->gpu;
     const fa_cuda_flex_walks a = {
         .flex = flex_of(call),
         .blocks = blocks_of(call),
@@ -185,6 +186,9 @@ fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
         .other_tile = (int)w.other.tile,
         .other_tiles = (int)w.other.num,
         .own_keys = p->pass == FA_BWD,
+        .group_heads = plan->follows_rows ? plan->group_heads : 0,
+        .num_heads = as_int(p->b * p->h_kv),
+        .ctas = plan->num_sms / (plan->family == FA_BWD_WIDE_SM90 ? 2 : 1),
     };
     const fa_status status = find_walks(call, a, w.masks, err);
     return status == FA_OK && w.hidden ? find_hidden_pairs(call, &a, w.masks, err) : status;

@@ -15,11 +15,20 @@ typedef struct {
     bool is_uneven; /* key tiles have different lengths */
 } order_of_tiles;
 
-/* Returns how many key heads are walked together. Their bytes fit into 24 MB of the L2. */
+enum { L2_BYTES = 24 << 20 }; /* of the L2, for the rows that are walked together */
+
+/* Returns how many key heads are walked together. Their bytes fit into the L2. */
 static int64_t heads_in_group(const order_of_tiles *o) {
     int64_t group = 1;
-    while (group < o->heads && 2 * group * o->bytes <= 24 << 20) group *= 2;
+    while (group < o->heads && 2 * group * o->bytes <= L2_BYTES) group *= 2;
     return group;
+}
+
+/* Key tiles of a block mask begin in the order of their length, or in their own. In their own order the key tiles that
+ * walk over the same rows begin together. This is faster where the rows of a group are far more than the L2 holds. Up
+ * to 64 columns, key tiles of one head that begin together lose more by waiting for each other. */
+static bool follows_rows(const fa_problem *p, const order_of_tiles *o, int64_t group) {
+    return fa_block_map_bytes(p) > 0 && fa_columns(p) > 64 && group * o->bytes > 2 * L2_BYTES;
 }
 
 /* Does a fixed order cost less than 2%? Then the backward keeps the order even if the caller does not ask for it.
@@ -80,4 +89,5 @@ void fa_plan_bwd_order(const fa_problem *p, int64_t ctas, int64_t head_pieces, f
         group = (o.heads + groups - 1) / groups;
     }
     plan->gpu.group_heads = (int)group;
+    plan->gpu.follows_rows = follows_rows(p, &o, group);
 }

@@ -99,6 +99,9 @@ size_t fa_block_map_bytes(const fa_problem *p) {
     return flex && flex->block_q > 0 ? (size_t)(flex->mask_b * flex->mask_h * flex->rows * flex->columns) : 0;
 }
 
+/* TMA copies hidden pairs, which lie behind. */
+static size_t align_16(size_t bytes) { return (bytes + 15) / 16 * 16; }
+
 size_t fa_block_walks_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t q_tiles = (p->len_q + plan->block_q - 1) / plan->block_q;
     const int64_t kv_tiles = (p->len_kv + plan->block_kv - 1) / plan->block_kv;
@@ -106,7 +109,7 @@ size_t fa_block_walks_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t own = owns_keys ? kv_tiles : q_tiles, other = owns_keys ? q_tiles : kv_tiles;
     const int64_t ranks = owns_keys ? other * (own + 1) : 0;
     if (fa_block_map_bytes(p) == 0) return 0;
-    return (size_t)(p->flex->mask_b * p->flex->mask_h * (own * (1 + other + 1) + ranks)) * sizeof(int32_t);
+    return align_16((size_t)(p->flex->mask_b * p->flex->mask_h * (own * (1 + other + 1) + ranks)) * sizeof(int32_t));
 }
 
 static bool reads(const fa_flex_bound *bound, fa_flex_op op) {
