@@ -8,6 +8,7 @@
 #include "flex/scatters.h"
 #include "flex/source.h"
 #include "flex/wide.h"
+#include "sequence.h"
 #include "system/hash.h"
 
 static bool is_scaled_plainly(const fa_problem *p) { return p->scale >= 1e-37; }
@@ -171,7 +172,9 @@ int fa_num_key_parts(const fa_problem *p, const fa_machine *machine) {
     return parts < 1 ? 1 : parts < MOST_PARTS ? (int)parts : MOST_PARTS;
 }
 
-size_t fa_key_parts_at(const fa_problem *p) { return (fa_block_map_bytes(p) + 255) / 256 * 256; }
+size_t fa_key_parts_at(const fa_problem *p) {
+    return (fa_rotated_q_bytes(p) + fa_block_map_bytes(p) + 255) / 256 * 256;
+}
 
 size_t fa_key_parts_bytes(const fa_problem *p, int num_parts) {
     return sizeof(float) * (size_t)(num_parts * p->b * p->h * p->len_q * (1 + p->d_v));
