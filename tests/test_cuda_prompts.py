@@ -244,7 +244,11 @@ def test_a_cache_or_a_table_without_rows(page):
     assert not out.any() and (lse == math.inf).all()
 
 
-WAITS = {"value": "mbarrier_wait(&smem.q_full[", "query": "mbarrier_wait(&smem.q_empty["}
+WAITS = {
+    "value": "mbarrier_wait(&smem.given[",
+    "query": "mbarrier_wait(&smem.q_empty[",
+    "leader": "mbarrier_wait(&smem.read[",
+}
 LATE = """
 import torch
 from flash_attn import flash_attn_with_kvcache
@@ -264,10 +268,11 @@ for d in (128, 256):
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_warps_and_lanes_that_come_late(wait, tmp_path):
-    """The warp that loads V, or a lane of the warp that loads Q, looks at an mbarrier 50 us late. Meanwhile tiles
-    without keys must not pass by."""
+    """The warp that loads V, or a lane of the warp that loads Q, or its leader, looks at an mbarrier 50 us late.
+    Meanwhile tiles without keys must not pass by."""
     module_in(tmp_path)
-    late = "if (CACHE && threadIdx.x % 32 == 5) __nanosleep(50000); " + WAITS[wait]
+    lane = 0 if wait == "leader" else 5
+    late = f"if (CACHE && threadIdx.x % 32 == {lane}) __nanosleep(50000); " + WAITS[wait]
     copy_texts(tmp_path / "csrc" / "cuda", "attn_fwd_producer.cuh", WAITS[wait], late)
     path = os.pathsep.join([str(tmp_path), str(Path(flash_attn.__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, "FLASH_ATTN_CUDA_KERNEL": "any,fwd_sm90"}
