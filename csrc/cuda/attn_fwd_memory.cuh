@@ -38,7 +38,7 @@ struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>, stage_entri
         int tile_idx, strip; /* the work tile's number in the launch; the row strip in the tile */
     } failed[4 * WGS][FAILED];
     int num_failed[4 * WGS], num_seen[4 * WGS];
-    /* With a cache the producer arrives at `given` when it has a work tile, and the warp that loads V arrives at `read`. */
+    /* With a cache: the producer gives each work tile to the warp that loads V, which arrives at `read`. */
     u64 given[CACHE ? Q_STAGES : 1], read[CACHE ? Q_STAGES : 1];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 KiB for one CTA, 113 for each of two");

@@ -3,7 +3,8 @@
  *   lse = log(sum_i exp(lse_i)),   out = sum_i exp(lse_i - lse) out_i
  *
  * A part with an infinite lse_i counts for nothing, whatever its out_i holds. One warp takes one row of one head. First
- * each lane takes every 32nd part, and the weights go to shared memory. Then each lane takes every 32nd group of columns.
+ * each lane takes every 32nd part, and the weights go to shared memory. Then each lane takes every 32nd group of
+ * columns.
  *
  * Specification: ../cpu/combine.c. */
 #include "combine_params.h"

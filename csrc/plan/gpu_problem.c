@@ -2,6 +2,7 @@
 #include "gpu_problem.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "cuda/cuda_flex.h"
 #include "flex/flex.h"
@@ -344,6 +345,18 @@ const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
               fa_suits_tma(p, &p->v, pages.num, pages.size, p->h_kv),
           "it wants the cache to start at a multiple of 16 bytes, with strides that are multiples of 8 elements");
     return NULL;
+}
+
+bool fa_allows_kernel(const fa_machine *machine, const char *name) {
+    const char *words = machine->gpu_kernels; /* separated by commas */
+    if (!words) return true;
+    while (words) {
+        const size_t length = strcspn(words, ",");
+        for (const char *at = name; *at; at++)
+            if (strncmp(at, words, length) == 0) return true;
+        words = words[length] ? words + length + 1 : NULL;
+    }
+    return false;
 }
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {
