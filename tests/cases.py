@@ -244,6 +244,25 @@ BENCH_PROMPTS = [
     )
 ]
 
+# bench_prompts.py --few: calls that do not fill a GPU with work tiles, and calls whose tiles heads share.
+BENCH_FEW = [
+    Case(len_q, len_kv, b=b, h=32, h_kv=8, d=d, dtype="bf16", causal=True)
+    for d in (64, 128, 256)
+    for b, lengths, len_kv in (
+        (1, (8, 16, 32, 64, 128, 256, 512), 8192),
+        (2, (8, 16, 32, 64, 128, 256), 8192),
+        (4, (8, 16, 32, 64, 128, 256), 8192),
+        (1, (16, 32, 64, 128, 256, 512), 65536),
+        (2, (16, 64, 256), 65536),
+        (4, (16, 64, 256), 65536),
+        (1, (16, 64, 256), 2048),
+        (4, (16, 64), 2048),
+        (16, (8, 16, 32, 64), 8192),
+        (64, (8, 16, 32, 64), 2048),
+    )
+    for len_q in lengths
+]
+
 # bench_peers.py: (problem, case). All heads have 2048 columns together, fewer where heads do not fill them. A problem
 # has 16k tokens, 32k of length 32768. The packed problem has the lengths of benchmarks/_gpu.py.
 FULL = (-1, -1)

@@ -27,7 +27,8 @@ HALF = ("bf16", "fp16")
 def arch(request):
     if request.param != "sm80" and no_hopper():
         pytest.skip(no_hopper())
-    flash_attn_2_cuda.set_cuda_kernels({"sm90": None, "sm80": "any,sm80", "prompts": "any,fwd_sm90"}[request.param])
+    words = {"sm90": "any,decode_sm90", "sm80": "any,sm80", "prompts": "any,fwd_sm90"}
+    flash_attn_2_cuda.set_cuda_kernels(words[request.param])
     yield request.param
     flash_attn_2_cuda.set_cuda_kernels(None)
 

@@ -63,6 +63,116 @@ def test_random_few_queries(seed):
     run(replace(case, len_q=min(len_q, case.len_new) if case.len_new else len_q, h=h_kv * group, h_kv=h_kv), "cuda")
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_random_parts(seed):
+    """Keys in as many parts as num_splits says, more than there are key tiles among them."""
+    r = random.Random(seed)
+    case = random_prompt(seed)
+    h_kv, group = r.choice(((1, 4), (2, 1), (1, 8), (2, 3)))
+    len_q = min(r.choice((17, 40, 64, 130)), case.len_new or 200)
+    run(replace(case, len_q=len_q, h=h_kv * group, h_kv=h_kv, num_splits=r.choice((2, 3, 4, 7, 128))), "cuda")
+
+
+def beside_one_part(q, k, v, num_splits, **options):
+    """The results of num_splits parts agree with those of one. Returns them."""
+    assert explain(flash_attn_with_kvcache, q, k, v, num_splits=num_splits, **options).num_splits == num_splits
+    found, want = (
+        flash_attn_with_kvcache(q, k, v, num_splits=n, return_softmax_lse=True, **options) for n in (num_splits, 1)
+    )
+    torch.testing.assert_close(found[0], want[0], atol=1e-2, rtol=1e-2, equal_nan=True)
+    torch.testing.assert_close(found[1], want[1], atol=1e-4, rtol=1e-4, equal_nan=True)
+    return found
+
+
+@pytest.mark.parametrize("d", (64, 96, 128, 256))
+@pytest.mark.parametrize("num_splits", (2, 5))
+@pytest.mark.parametrize("len_q", (48, 300))
+@pytest.mark.parametrize("page", (0, 16))
+def test_parts_agree_with_one(d, num_splits, len_q, page):
+    """Options of all kinds. One sequence has no key, one has fewer keys than queries and fewer key tiles than parts.
+    With a causal mask the first rows of a tile see nothing of the last part, with a window the last rows nothing of
+    the first. Then V holds NaN in a key that few rows see, and inf in one of another part."""
+    torch.manual_seed(0)
+    lengths = (1500, 0, 70, 2000)
+    size = page or 2048
+    pool, table = pages_of((2048,) * 4, size, 2, d)
+    k, v = (x.cuda() for x in pool)
+    used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    q = torch.randn(4, len_q, 8, d, device="cuda", dtype=torch.bfloat16)
+    where = {"cache_seqlens": used} | ({"block_table": table.cuda()} if page else {"cache_batch_idx": used * 0 + 1})
+    masks = {"causal": True}, {"window_size": (600, 100)}, {"window_size": (100, 0), "causal": True}, {}
+    scores = {}, {"softcap": 5.0}, {"alibi_slopes": torch.rand(8, device="cuda")}
+    sinks = {"sinks": torch.randn(8, device="cuda")}
+    choices = [{**mask, **score} for mask in masks for score in scores[: 3 if len_q == 48 else 1]]
+    for options in (*choices, {**masks[0], **sinks}, sinks):
+        out, lse = beside_one_part(q, k, v, num_splits, **where, **options)
+        assert not out[1].any() and ("sinks" in options or (lse[1] == math.inf).all())
+    for sequence, key, value in ((0, 1499, math.nan), (3, 100, math.inf), (3, 1990, math.nan), (2, 70, math.nan)):
+        row = int(table[sequence, key // size]) if page else 1
+        v[row, key % size, :, 3] = value
+    for options in masks:
+        out, _ = beside_one_part(q, k, v, num_splits, **where, **options)
+        assert out[0].isnan().any() and out[3].isnan().any() and not out[1:3].isnan().any()
+
+
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_parts_do_not_depend_on_the_batch(d):
+    torch.manual_seed(0)
+    used = torch.tensor((3000, 17, 4096, 900), dtype=torch.int32, device="cuda")
+    k, v = (torch.randn(4, 4096, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for len_q in (20, 64, 200):
+        q = torch.randn(4, len_q, 8, d, device="cuda", dtype=torch.bfloat16)
+        for num_splits in (1, 3, 16):
+            options = {"causal": True, "num_splits": num_splits}
+            together = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **options)
+            for n in range(4):
+                alone = flash_attn_with_kvcache(
+                    q[n : n + 1], k[n : n + 1], v[n : n + 1], cache_seqlens=used[n : n + 1], **options
+                )
+                assert torch.equal(alone, together[n : n + 1]), (len_q, num_splits, n)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_parts_of_large_scores(dtype):
+    """Scores up to 10^4, whose maxima lie in different parts, and scores that are all equal."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 4, 128).to(dtype) for n in (40, 1000, 1000))
+    for factor in (1000, 0):
+        on_gpu = (q * factor).cuda(), k.cuda(), v.cuda()
+        for num_splits in (2, 7):
+            options = {"cache_seqlens": 1000, "num_splits": num_splits}
+            assert explain(flash_attn_with_kvcache, *on_gpu, **options).num_splits == num_splits
+            out, lse = flash_attn_with_kvcache(*on_gpu, **options, return_softmax_lse=True)
+            ref, ref_lse = attention(*(x[0].double() for x in (q * factor, k, v)))
+            plain, _ = attention(*(x[0] for x in (q * factor, k, v)))
+            _, plain_lse = attention(*(x[0].float() for x in (q * factor, k, v)))
+            check("out", out[0].cpu(), ref, plain, scale=max(largest(ref), size_of_values(v)))
+            check_lse(lse[0].cpu(), ref_lse, plain_lse, dtype)
+
+
+def test_few_tiles_are_cut_by_themselves():
+    """In a call and in a graph, whose lengths change. The results lie within rounding of those of one part."""
+    flash_attn_2_cuda.set_cuda_kernels(None)
+    torch.manual_seed(0)
+    k, v = (torch.randn(2, 8192, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(2, 64, 32, 128, device="cuda", dtype=torch.bfloat16)
+    used = torch.full((2,), 8192, dtype=torch.int32, device="cuda")
+    options = {"cache_seqlens": used, "causal": True}
+    plan = explain(flash_attn_with_kvcache, q, k, v, **options)
+    assert plan.kernel.startswith("attn_fwd_sm90_") and plan.num_splits > 1 and plan.tile_heads > 1
+    assert f"key splits       {plan.num_splits}" in str(plan)
+    flash_attn_with_kvcache(q, k, v, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_with_kvcache(q, k, v, **options)
+    for lengths in ((8192, 8192), (0, 63), (1, 8191), (129, 4000)):
+        used.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, flash_attn_with_kvcache(q, k, v, **options))
+        want = flash_attn_with_kvcache(q, k, v, num_splits=1, **options)
+        torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("d", (64, 96, 128, 256))
 @pytest.mark.parametrize(("group", "len_q"), ((2, 64), (4, 32), (4, 17), (8, 1), (8, 16), (6, 20), (16, 5), (12, 70)))
 def test_heads_that_share_a_tile(group, len_q, d):
@@ -171,17 +281,18 @@ def test_repeats_write_every_row(page):
     seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     q = torch.randn(4, 333, 8, 128, device="cuda", dtype=torch.bfloat16)
     pool = [x.cuda() for x in pool]
-    for window in ((-1, -1), (100, 0)):
+    for window, num_splits in (((-1, -1), 1), ((100, 0), 1), ((-1, -1), 3), ((100, 0), 3)):
+        mask = {"window_size": window, "num_splits": num_splits}
         poisoned_repeats(
-            lambda window=window: flash_attn_with_kvcache(
-                q, *pool, cache_seqlens=seqlens, return_softmax_lse=True, window_size=window, **options
+            lambda mask=mask: flash_attn_with_kvcache(
+                q, *pool, cache_seqlens=seqlens, return_softmax_lse=True, **mask, **options
             ),
             REPEATS,
         )
 
 
-@pytest.mark.parametrize("page", (0, 1, 16))
-def test_graph_replay_while_lengths_grow(page):
+@pytest.mark.parametrize(("page", "num_splits"), ((0, 1), (1, 1), (16, 1), (0, 3), (16, 3)))
+def test_graph_replay_while_lengths_grow(page, num_splits):
     """The append, the rotation and the prompt are captured once. Lengths, table and values change in place."""
     torch.manual_seed(0)
     pool, table = pages_of((1024,) * 3, page or 1024, 2, 64)
@@ -190,7 +301,8 @@ def test_graph_replay_while_lengths_grow(page):
     q = torch.randn(3, 200, 4, 64, device="cuda", dtype=torch.bfloat16)
     new = [torch.randn(3, 200, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     turns = [torch.rand(1024, 32, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    options = {"cache_seqlens": seqlens, "causal": True} | ({"block_table": table} if page else {})
+    options = {"cache_seqlens": seqlens, "causal": True, "num_splits": num_splits}
+    options |= {"block_table": table} if page else {}
 
     def call():
         return flash_attn_with_kvcache(q, k, v, *new, *turns, **options)
@@ -244,17 +356,21 @@ def test_a_cache_or_a_table_without_rows(page):
     assert not out.any() and (lse == math.inf).all()
 
 
-WAITS = {"value": "mbarrier_wait(&smem.q_full[", "query": "mbarrier_wait(&smem.q_empty["}
+WAITS = {
+    "value": "mbarrier_wait(&smem.given[",
+    "query": "mbarrier_wait(&smem.q_empty[",
+    "leader": "mbarrier_wait(&smem.read[",
+}
 LATE = """
 import torch
 from flash_attn import flash_attn_with_kvcache
 torch.manual_seed(0)
-for d in (128, 256):
+for d, num_splits in ((128, 1), (256, 1), (128, 3)):
     q = torch.randn(4, 1000, 8, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(4, 640, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for lengths in ((0, 0, 0, 0), (64, 3, 0, 64), (640, 0, 64, 1)):
         used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=used)
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, num_splits=num_splits)
         for n, length in enumerate(lengths):
             keys, values = (x[n, :length].float().repeat_interleave(4, 1) for x in (k, v))
             probs = torch.softmax(torch.einsum("ihd,jhd->hij", q[n].float(), keys) * d**-0.5, -1)
@@ -264,10 +380,11 @@ for d in (128, 256):
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_warps_and_lanes_that_come_late(wait, tmp_path):
-    """The warp that loads V, or a lane of the warp that loads Q, looks at an mbarrier 50 us late. Meanwhile tiles
-    without keys must not pass by."""
+    """The warp that loads V, or a lane of the warp that loads Q, or its leader, looks at an mbarrier 50 us late.
+    Meanwhile tiles without keys must not pass by."""
     module_in(tmp_path)
-    late = "if (CACHE && threadIdx.x % 32 == 5) __nanosleep(50000); " + WAITS[wait]
+    lane = 0 if wait == "leader" else 5
+    late = f"if (CACHE && threadIdx.x % 32 == {lane}) __nanosleep(50000); " + WAITS[wait]
     copy_texts(tmp_path / "csrc" / "cuda", "attn_fwd_producer.cuh", WAITS[wait], late)
     path = os.pathsep.join([str(tmp_path), str(Path(flash_attn.__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, "FLASH_ATTN_CUDA_KERNEL": "any,fwd_sm90"}
@@ -280,7 +397,7 @@ def test_the_plan_takes_the_kernel_for_prompts():
     pool = [x.cuda() for x in pool]
     for len_q, name in (
         (1, "attn_decode_sm90_"),
-        (16, "attn_decode_sm90_"),
+        (4, "attn_decode_sm90_"),
         (64, "attn_fwd_sm90_"),
         (512, "attn_fwd_sm90_"),
     ):

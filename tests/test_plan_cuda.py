@@ -484,11 +484,66 @@ def test_heads_share_tiles_where_fewer_are_left(plan, len_q, group, heads):
 
 @pytest.mark.parametrize(("len_q", "group"), [(16, 4), (32, 4), (64, 4), (20, 6), (9, 16)])
 def test_one_split_shares_tiles_whatever_the_batch(plan, len_q, group):
-    """Otherwise few sequences share none: their tiles fill the GPU at most once, and more SMs read keys."""
+    """Otherwise few sequences over two key tiles share none: their tiles fill the GPU at most once."""
     numbers = {"pages": 8, "len_q": len_q, "h": 2 * group, "h_kv": 2, "sms": 132, "launch": 1, "d": 256}
     of_batch = [plan(splits=1, b=b, **numbers).split(" | ")[-1] for b in (1, 3, 200)]
     assert len(set(of_batch)) == 1 and int(of_batch[0]) > 1
     assert int(plan(splits=0, b=1, **numbers).split(" | ")[-1]) <= 1
+
+
+FEW = {"used": 1, "right": 0, "h": 32, "h_kv": 8, "sms": 132}
+
+
+@pytest.mark.parametrize(
+    ("b", "len_q", "keys", "d", "parts", "heads"),
+    [
+        (1, 16, 8192, 128, 16, 4),
+        (1, 64, 8192, 128, 8, 2),
+        (1, 256, 8192, 128, 2, 1),
+        (1, 512, 8192, 128, 1, 1),  # 128 tiles of one head
+        (1, 700, 8192, 128, 3, 2),  # 176 tiles: four rounds of thirds
+        (2, 32, 8192, 256, 8, 4),
+        (4, 64, 8192, 256, 2, 2),
+        (4, 128, 8192, 256, 1, 1),
+        (1, 512, 65536, 64, 3, 4),  # a third of 88 tiles
+        (4, 64, 2048, 256, 1, 1),  # 128 tiles of one head: combining would take longer
+        (1, 64, 1600, 128, 7, 2),  # seven parts of two key tiles
+        (16, 64, 8192, 128, 1, 2),
+    ],
+)
+def test_keys_of_few_tiles_are_cut_into_parts(plan, b, len_q, keys, d, parts, heads):
+    numbers = {**FEW, "b": b, "len_q": len_q, "len_kv": keys, "d": d}
+    name, _, _, workspace, num_splits, _ = plan(**numbers).splitlines()[0].split()
+    assert name.startswith("attn_fwd_sm90_") and int(num_splits) == parts
+    assert plan(**numbers, launch=1).split(" | ")[-1] == str(heads)
+    assert int(workspace) == (4 * parts * b * 32 * len_q * (d + 1) if parts > 1 else 0)
+    tiles = parts * b * -(-len_q // (int(name.split("_q")[1].split("kv")[0]) // heads)) * 32 // heads
+    assert plan(**numbers, launch=1).split(" | ")[0].split()[2] == str(min(tiles, 132))
+
+
+@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("len_q", (8, 33, 64, 300))
+def test_num_splits_is_the_number_of_parts(plan, d, len_q):
+    """Whatever the batch: 1 never cuts the keys, and there are no more parts than key tiles."""
+    numbers = {**FEW, "d": d, "len_q": len_q}
+    for splits, keys in ((1, 8192), (5, 8192), (100, 200)):
+        plans = [plan(**numbers, b=b, splits=splits, len_kv=keys).splitlines()[0].split() for b in (1, 3, 200)]
+        assert len({(name, num_splits) for name, _, _, _, num_splits, _ in plans}) == 1
+        name, _, block_kv, _, num_splits, _ = plans[0]
+        if name.startswith("attn_fwd_sm90_"):
+            assert int(num_splits) == min(splits, -(-keys // int(block_kv)))
+
+
+def test_keys_are_not_cut_where_parts_cannot_be_combined(plan):
+    numbers = {**FEW, "b": 1, "len_q": 64, "len_kv": 65536}
+    assert plan(**numbers).splitlines()[0].split()[4] == "8"
+    for other in ({"used": 0, "packed_q": 1}, {"pages": 8, "packed": 1}):
+        assert plan(**{k: v for k, v in {**numbers, **other}.items() if v}).splitlines()[0].split()[4] in "01"
+    many = {**numbers, "len_q": 2**22, "h": 128, "h_kv": 1, "sms": 2**22}  # rows of two parts exceed 2^28
+    assert plan(**many).splitlines()[0].split()[4] == "1"
+    name, _, _, workspace, *_ = plan(**numbers, rotary=64, new=3, splits=3).splitlines()[0].split()
+    rotated = 64 * 32 * 128 * 2
+    assert name.startswith("attn_fwd_sm90_") and int(workspace) == rotated + 4 * 3 * 64 * 32 * 129
 
 
 @pytest.mark.parametrize(
@@ -502,7 +557,11 @@ def test_one_split_shares_tiles_whatever_the_batch(plan, len_q, group):
         ({"len_q": 32, "d": 256, "left": 5, "sms": 132}, "attn_decode_sm90_bf16_d256_q32"),
         ({"len_q": 32, "d": 256, "left": 5, "splits": 1, "h": 2}, "attn_fwd_sm90_bf16_d256_q128kv64_local"),
         ({"pages": 8}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
-        ({"pages": 8, "splits": 2}, "attn_decode_sm90_bf16_d128_q64"),
+        ({"pages": 8, "splits": 2}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
+        ({"pages": 8, "splits": 2, "len_q": 8}, "attn_decode_sm90_bf16_d128_q16"),
+        ({"pages": 8, "splits": 2, "packed": 1}, "attn_decode_sm90_bf16_d128_q64"),
+        ({"used": 1, "len_q": 64, "len_kv": 8192, "sms": 132}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
+        ({"len_q": 32, "splits": 2, "len_kv": 8192}, "attn_decode_sm90_bf16_d128_q64"),  # keys of no cache
         ({"pages": 8, "len_q": 64, "sms": 132}, "attn_decode_sm90_bf16_d128_q64"),
         ({"pages": 8, "len_q": 64, "sms": 132, "b": 80}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
         ({"pages": 8, "len_q": 64, "packed": 1, "d": 256, "h": 64}, "attn_fwd_sm90_bf16_d256_q128kv64_varlen_cache"),

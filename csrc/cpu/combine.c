@@ -18,7 +18,7 @@ static double weigh(const fa_combination *c, const float *lse, double *weights) 
         sum += weights[i];
     }
     for (int64_t i = 0; i < c->num_parts && sum != 0; i++) weights[i] /= sum;
-    return sum == 0 ? -INFINITY : max + log(sum);
+    return sum == 0 ? c->empty_lse : max + log(sum);
 }
 
 static void combine_row(const fa_combination *c, int64_t b_idx, int64_t head, int64_t row) {
@@ -26,7 +26,7 @@ static void combine_row(const fa_combination *c, int64_t b_idx, int64_t head, in
     const float *lse = c->lse_partial + b_idx * c->lse_stride_b + head * c->lse_stride_h + row;
     const float *from = c->out_partial + b_idx * c->stride_b + row * c->stride_row + head * c->stride_h;
     const int64_t to = b_idx * c->out.stride_b + row * c->out.stride_row + head * c->out.stride_h;
-    c->lse[(b_idx * c->h + head) * c->len + row] = (float)weigh(c, lse, weights);
+    c->lse.data[b_idx * c->lse.stride_b + head * c->lse.stride_h + row] = (float)weigh(c, lse, weights);
     for (int64_t col = 0; col < c->d; col++) {
         double sum = 0;
         for (int64_t i = 0; i < c->num_parts; i++)

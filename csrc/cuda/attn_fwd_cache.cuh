@@ -15,6 +15,10 @@
  * queries of its first head, the next rows the same queries of the next head. A row strip lies within one head. */
 DEVICE int rows_of_head(const params &p) { return CACHE ? p.cache.rows_of_head : BLOCK_Q; }
 DEVICE int h_in_tiles(const params &p) { return CACHE ? p.cache.h_in_tiles : p.h; }
+/* With few work tiles their keys are cut into parts. Each part is a work tile, and combine.cu adds them up. Packed
+ * sequences have no parts. */
+constexpr bool MAY_BE_CUT = CACHE && !VARLEN;
+DEVICE bool is_cut(const params &p) { return MAY_BE_CUT && p.cache.num_parts > 1; }
 /* The head that a row of the work tile is of, counted from the tile's first one, and the row's number there. */
 DEVICE int head_in_tile(const params &p, int row) { return row * p.cache.rows_inverse >> 16; }
 DEVICE int row_in_head(const params &p, int row) { return row - head_in_tile(p, row) * p.cache.rows_of_head; }

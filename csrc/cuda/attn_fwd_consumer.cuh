@@ -197,7 +197,9 @@ struct consumer_base {
         const tile &t = tile_of(THIS_TILE);
         const int shift = FLEX ? 0 : t.len_kv - t.len_q, first_row = row_of_block(p, t, row_block);
         const int last_row = min(first_row + rows_of_block(p, row_block), t.len_q) - 1;
-        const tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
+        tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
+        if (MAY_BE_CUT) /* to the tile's part */
+            keys.begin = max(keys.begin, t.kv_begin * BLOCK_KV), keys.end = min(keys.end, t.kv_end * BLOCK_KV);
         const bool is_idle = first_row > last_row || (FLEX ? t.kv_end == 0 : keys.begin >= keys.end);
         const tile_command command = (tile_command)uniform(t.command);
         walk.seen_top = uniform(is_idle ? -1 : FLEX ? t.kv_end - 1 : ceil_div(keys.end, BLOCK_KV) - 1);

@@ -23,8 +23,8 @@ struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>, stage_entri
     alignas(1024) element v[V_STAGES][BLOCK_KV * D_V];
     /* Each warp has chunks of 16 rows. */
     alignas(1024) element::output o[O_ELEMENTS];
-    /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty, and with a
-     * cache the warp that loads V arrives at q_empty, too. In 8 bits each transposer warp arrives at v_full. */
+    /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. In 8 bits
+     * each transposer warp arrives at v_full. */
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES];
     u64 v_full[V_STAGES], v_empty[V_STAGES];
@@ -38,19 +38,23 @@ struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>, stage_entri
         int tile_idx, strip; /* the work tile's number in the launch; the row strip in the tile */
     } failed[4 * WGS][FAILED];
     int num_failed[4 * WGS], num_seen[4 * WGS];
+    /* With a cache: the producer gives each work tile to the warp that loads V, which arrives at `read`. */
+    u64 given[CACHE ? Q_STAGES : 1], read[CACHE ? Q_STAGES : 1];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 KiB for one CTA, 113 for each of two");
 
 /* One thread. Consumers wait for parity 0 of full first. The producer waits for parity 1 of empty first, which
  * passes at once because all stages are free. */
 DEVICE void init_barriers(shared_memory &smem) {
-    const u32 consumers = of_warps(4 * WGS), readers_of_q = of_warps(4 * WGS + CACHE);
-    for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&smem.q_full[i], 1), mbarrier_init(&smem.q_empty[i], readers_of_q);
+    const u32 consumers = of_warps(4 * WGS);
+    for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&smem.q_full[i], 1), mbarrier_init(&smem.q_empty[i], consumers);
     for (int i = 0; i < STAGES; i++) mbarrier_init(&smem.k_full[i], 1), mbarrier_init(&smem.k_empty[i], consumers);
     for (int i = 0; i < V_STAGES; i++)
         mbarrier_init(&smem.v_full[i], V_ARRIVALS), mbarrier_init(&smem.v_empty[i], consumers);
     mbarrier_init(&smem.all_done, consumers);
     mbarrier_init(&smem.tile_wanted, 1), mbarrier_init(&smem.tile_found, 1);
+    for (int i = 0; CACHE && i < Q_STAGES; i++)
+        mbarrier_init(&smem.given[i], 1), mbarrier_init(&smem.read[i], of_warps(1));
 }
 
 /* One thread. No row strip has failed, and no set of packed sequences is known. */

@@ -108,13 +108,30 @@ DEVICE void store_directly(const float (&O)[O_REGS], const float (&factor)[2], c
     store_rows(O, factor, base, p.o_stride_row, first_row, t.len_q, p.d_v);
 }
 
-/* Stores the row strip of rows that see no key. Whole warp. */
+/* Stores O times factor of a part, as floats. A quad of lanes writes the 32 bytes of 8 columns. */
+DEVICE void store_part(const float (&O)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
+                       int first_row, int row_block) {
+    const int lane = threadIdx.x % 32, row = first_row + lane / 4;
+    const int head = head_of_strip(p, t, row_block, warp_of_group());
+    float *dst =
+        p.cache.part_o + (t.b_idx * p.lse_stride_b + head * p.lse_stride_h + t.lse_origin + row) * p.d_v + lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; r++, dst += 8 * p.d_v)
+        if (row + 8 * r < t.len_q)
+#pragma unroll
+            for (int g = 0; g < D_V / 8; g++)
+                if (8 * g < p.d_v)
+                    *(float2 *)(dst + 8 * g) =
+                        make_float2(O[4 * g + 2 * r] * factor[r], O[4 * g + 2 * r + 1] * factor[r]);
+}
+
+/* Stores the row strip of rows that see no key. O of a part has none. Whole warp. */
 DEVICE void store_zeros(const params &p, const tile &t, int first_row, int row_block) {
     const int lane = threadIdx.x % 32, vectors = p.d_v / 8, rows = min(t.len_q - first_row, 16);
     const int head = head_of_strip(p, t, row_block, warp_of_group());
     element::output *o = (element::output *)p.o_data + t.b_idx * p.o_stride_b + head * p.o_stride_h +
                          (t.lse_origin + first_row) * p.o_stride_row;
-    for (int i = lane; i < rows * vectors; i += 32)
+    for (int i = lane; i < rows * vectors && !is_cut(p); i += 32)
         *(uint4 *)(o + i / vectors * p.o_stride_row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
     if (lane < rows)
         p.lse[t.b_idx * p.lse_stride_b + head * p.lse_stride_h + t.lse_origin + first_row + lane] =

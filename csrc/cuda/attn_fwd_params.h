@@ -37,6 +37,11 @@ typedef struct {
         rows_of_head; /* A work tile has rows_of_head queries of each of tile_heads heads of one key head. */
     int h_in_tiles;   /* h / tile_heads */
     int rows_inverse; /* FA_ROWS_INVERSE(rows_of_head) */
+    /* The keys of work tiles that are not packed are cut into num_parts parts. Each part is a work tile of its own.
+     * With more than one, `lse` of the parameters is [part, b, h, row], of part_rows rows a part. O then goes to part_o
+     * as floats: d_v of each row of lse, in their order. */
+    int num_parts, part_rows;
+    float *part_o;
 } fa_attn_fwd_cache;
 
 /* row / rows is row * FA_ROWS_INVERSE(rows) / 2^16, for rows of a work tile. */

@@ -149,7 +149,15 @@ struct producer {
         if (CACHE) __syncwarp(); /* All lanes have waited for the last tile. */
         if (is_leader()) mbarrier_arrive(&smem.tile_wanted);
     }
-    DEVICE void wait_tile() { mbarrier_wait(&smem.tile_found, found_parity), found_parity ^= 1; }
+    /* Gives the work tile to the warp that loads V. That warp has read the work tile before in this place. */
+    DEVICE void give_tile() {
+        mbarrier_wait(&smem.read[q.stage], q.parity ^ 1);
+        mbarrier_arrive(&smem.given[q.stage]);
+    }
+    DEVICE void wait_tile() {
+        mbarrier_wait(&smem.tile_found, found_parity), found_parity ^= 1;
+        if (CACHE && is_leader()) give_tile();
+    }
 
     /* K is needed one step before V of the same keys. So the loop runs one round longer than the walk. */
     DEVICE void load_keys() {
@@ -179,26 +187,25 @@ struct producer {
     }
 };
 
-/* With a cache: loads V. Like consumers it learns of work tiles from Q's mbarrier, and arrives at q_empty when it has
- * read the work tile. Whole warp. */
+/* With a cache: loads V. The producer gives each work tile to it, so V does not wait for Q. Whole warp. */
 struct value_producer {
     const params &p;
     shared_memory &smem;
 
     DEVICE void run() {
-        ring<Q_STAGES> q;
+        ring<Q_STAGES> places; /* of work tiles that are given */
         ring<V_STAGES> v;
         ring<TILE_SLOTS> slots;
         loaded_walk walk{smem.entry_ring};
         cached_keys keys;
-        for (;; q.next(), slots.next()) {
-            mbarrier_wait(&smem.q_full[q.stage], q.parity);
+        for (;; places.next(), slots.next()) {
+            mbarrier_wait(&smem.given[places.stage], places.parity);
             const tile &t = smem.tiles[slots.stage];
             if (t.command == END) break;
             walk.begin(t);
             keys.begin(p, t, walk.key_tile());
             __syncwarp(); /* All lanes have waited and read. */
-            if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&smem.q_empty[q.stage]);
+            if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&smem.read[places.stage]);
 #pragma unroll 1
             for (; walk.has_next(); walk.take()) {
                 mbarrier_wait(&smem.v_empty[v.stage], v.parity ^ 1);

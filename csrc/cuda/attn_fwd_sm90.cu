@@ -314,7 +314,9 @@ struct consumer : consumer_base {
         float factor[2], lse[2];
         finish_softmax(softmax, p, factor, lse);
         if (p.sinks.values.data) add_sinks(p, t, first_row, block, factor, lse);
-        if constexpr (O_BY_TMA)
+        if (is_cut(p))
+            store_part(O, factor, p, t, first_row, block);
+        else if constexpr (O_BY_TMA)
             store_by_tma(O, factor, p, t, o_smem_of(which, block), first_row, block);
         else
             store_directly(O, factor, p, t, first_row, block);

@@ -48,7 +48,7 @@ struct tile : tile_factors<element::BYTES>, listed_tile {
     int q_origin, q_batch;   /* the sequence's first row as a coordinate of the tensor maps of q and o, and its batch */
     int kv_origin, kv_batch; /* the same for k and v; in a cache the first key and the row */
     int kv_head;
-    int lse_origin;    /* the sequence's first row in lse */
+    int lse_origin;    /* the sequence's first row in lse, or in the lse of the tile's part */
     u32 failed_strips; /* REPEAT: a bit for each row strip that failed */
     int command;       /* a tile_command */
     DEVICE bool has_rows() const { return command <= REPEAT; }
@@ -142,6 +142,14 @@ DEVICE void move_to_tile(const params &p, sequence_set &set, int idx) {
     __syncwarp();
 }
 
+/* Leaves the key tiles of a part. Parts are equally long but for the last ones, which may be shorter or empty. */
+DEVICE void take_part(const params &p, int part, tile &t) {
+    const int size = ceil_div(t.kv_end - t.kv_begin, p.cache.num_parts);
+    t.kv_begin = min(t.kv_begin + part * size, t.kv_end);
+    t.kv_end = min(t.kv_begin + size, t.kv_end);
+    t.lse_origin += part * p.cache.part_rows;
+}
+
 /* Finds work tile number idx of the launch. Whole warp; one lane writes. */
 DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     const bool is_leader = threadIdx.x % 32 == 0;
@@ -163,7 +171,8 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
             if (CACHE) t.kv_origin = kv.begin, t.kv_batch = cache_row(p, b_idx);
         }
     }
-    int q_tile, head;
+    int q_tile, head, part = 0;
+    if (is_cut(p)) part = in_order / (q_tiles * heads), in_order -= part * q_tiles * heads;
     if (LONGEST_FIRST) {
         const int group = in_order / (p.group_heads * q_tiles), in_group = in_order - group * p.group_heads * q_tiles;
         const int group_heads = min(p.group_heads, heads - group * p.group_heads);
@@ -196,6 +205,7 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
             t.kv_begin = keys.begin / BLOCK_KV;
             t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
         }
+        if (is_cut(p)) take_part(p, part, t);
         t.read(p, b_idx, head, t.kv_head);
     }
 }

@@ -14,8 +14,11 @@ typedef struct {
     long long lse_stride_part, lse_stride_b, lse_stride_h;
     void *out; /* [b, row, h, d] */
     long long out_stride_b, out_stride_row, out_stride_h;
-    float *lse; /* [b, h, row] contiguous */
+    float *lse; /* [b, h, row], rows side by side; empty_lse for a row that no part counts for */
+    long long lse_stride_to_b, lse_stride_to_h;
+    float empty_lse;
     int num_parts, h;
+    int takes_four;             /* Four columns at a time are aligned in all rows of out_partial and of out. */
     long long len, d, num_rows; /* num_rows: of all sequences and heads */
     fa_cuda_sinks sinks;
 } fa_combine_params;

@@ -14,35 +14,8 @@ static int count_v_blocks(const fa_problem *p, int d) { return p->d_v <= d ? 1 :
 static void place_parts(const fa_cuda_call *call, fa_cuda_problem *a) {
     const fa_problem *p = call->problem;
     a->num_parts = call->plan->num_splits;
-    a->part_lse = (float *)((char *)call->workspace + fa_key_parts_at(p));
-    a->part_o = a->part_lse + a->num_parts * p->b * p->h * p->len_q;
-}
-
-static fa_status combine_parts(const fa_cuda_call *call, const fa_cuda_problem *a, fa_error *err) {
-    const fa_problem *p = call->problem;
-    const int64_t of_head = p->len_q, of_b = p->h * of_head, of_part = p->b * of_b;
-    const fa_combination parts = {
-        .num_parts = a->num_parts,
-        .b = p->b,
-        .len = p->len_q,
-        .h = p->h,
-        .d = p->d_v,
-        .out_partial = a->part_o,
-        .stride_part = of_part * p->d_v,
-        .stride_b = of_b * p->d_v,
-        .stride_row = p->d_v,
-        .stride_h = of_head * p->d_v,
-        .lse_partial = a->part_lse,
-        .lse_stride_part = of_part,
-        .lse_stride_b = of_b,
-        .lse_stride_h = of_head,
-        .dtype = p->dtype,
-        .out = p->o,
-        .lse = p->lse.data,
-        .sinks = p->sinks,
-        .sink_shift = p->sink_shift,
-    };
-    return fa_cuda_launch_combine(call, &parts, err);
+    a->part_o = (float *)((char *)call->workspace + fa_key_parts_at(p));
+    a->part_lse = a->part_o + a->num_parts * p->b * p->h * p->len_q * p->d_v;
 }
 
 fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
@@ -61,7 +34,8 @@ fa_status fa_cuda_fwd_any(const fa_cuda_call *call, fa_error *err) {
         status = fa_cuda_launch_any(call, FA_FWD_ANY, row, &a,
                                     (p->b + packed) * p->h * a.num_tiles * a.num_v_blocks * a.num_parts,
                                     32 * fa_fwd_any_row(row)->warps, err);
-    if (status == FA_OK && a.num_parts > 1) status = combine_parts(call, &a, err);
+    if (status == FA_OK && a.num_parts > 1)
+        status = fa_cuda_combine_parts(call, a.part_o, a.part_lse, a.empty_lse, err);
     return status == FA_OK ? fa_cuda_launch_probs(call, &a, err) : status;
 }
 

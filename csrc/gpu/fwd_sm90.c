@@ -5,6 +5,7 @@
 #include "launchers.h"
 #include "map.h"
 #include "mods.h"
+#include "parts.h"
 #include "sinks.h"
 #include "slots.h"
 
@@ -41,7 +42,7 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->seqused_k = p->seqused_k;
     const int64_t tile_heads = tile_heads_of(call->plan), rows = block_q / tile_heads;
     a->num_q_tiles = (int)((p->len_q + rows - 1) / rows);
-    a->num_tiles = a->num_q_tiles * (int)(p->b * p->h / tile_heads);
+    a->num_tiles = a->num_q_tiles * (int)(p->b * p->h / tile_heads) * call->plan->num_splits;
     a->group_heads = (int)(call->plan->gpu.group_heads / tile_heads);
 
     const float scale = (float)p->scale;
@@ -80,7 +81,20 @@ static fa_attn_fwd_cache cache_of(const fa_problem *p, const fa_plan *plan, int 
         .rows_of_head = plan->block_q / tile_heads,
         .h_in_tiles = (int)p->h / tile_heads,
         .rows_inverse = FA_ROWS_INVERSE(plan->block_q / tile_heads),
+        .num_parts = plan->num_splits,
     };
+}
+
+/* The kernel writes the parts of the keys to the workspace. The sinks come when they are combined. */
+static void place_parts(const fa_cuda_call *call, fa_attn_fwd_params *a) {
+    const fa_problem *p = call->problem;
+    const int64_t of_part = p->b * p->h * p->len_q;
+    a->cache.part_rows = (int)of_part;
+    a->cache.part_o = (float *)((char *)call->workspace + fa_key_parts_at(p));
+    a->lse = a->cache.part_o + a->cache.num_parts * of_part * p->d_v;
+    a->lse_stride_h = p->len_q, a->lse_stride_b = p->h * p->len_q;
+    a->sinks = (fa_cuda_sinks){0};
+    a->empty_lse = -INFINITY;
 }
 
 /* The shape of a kernel's tiles: columns of the boxes that TMA loads, and of the boxes of O that it stores. */
@@ -104,6 +118,7 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
         rows_kv = pages.size;
         a->cache = cache_of(p, call->plan, box_k.rows);
         box_q.rows = a->cache.rows_of_head, box_q.heads = a->cache.tile_heads;
+        if (a->cache.num_parts > 1) place_parts(call, a);
     }
     fa_box box_v = box_k;
     box_v.d = box_o.d = p->d_v, box_o.rows = 16, box_o.columns = tile.columns_o;
@@ -118,7 +133,10 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
                               .waits_itself = true};
     const fa_variant variant = fa_plan_variant(call->plan, call->gpu->capability);
     status = features & FA_FLEX ? fa_cuda_make_block_walks(call, err) : FA_OK;
-    return status == FA_OK ? fa_cuda_launch_with_mods(call, variant, launch, a, sizeof *a, err) : status;
+    if (status == FA_OK) status = fa_cuda_launch_with_mods(call, variant, launch, a, sizeof *a, err);
+    if (status == FA_OK && a->cache.num_parts > 1)
+        status = fa_cuda_combine_parts(call, a->cache.part_o, a->lse, p->empty_lse, err);
+    return status;
 }
 
 fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {

@@ -5,6 +5,14 @@
 #include "launch.h"
 #include "sinks.h"
 
+/* Does every group of four columns begin at a multiple of its bytes? */
+static bool takes_four(const fa_combination *c) {
+    const size_t four = 4 * fa_dtype_bytes(c->dtype);
+    const int64_t strides = c->d | c->stride_part | c->stride_b | c->stride_row | c->stride_h | c->out.stride_b |
+                            c->out.stride_row | c->out.stride_h;
+    return strides % 4 == 0 && (uintptr_t)c->out_partial % 16 == 0 && (uintptr_t)c->out.data % four == 0;
+}
+
 fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination *c, fa_error *err) {
     const fa_combine_params a = {
         .out_partial = c->out_partial,
@@ -20,7 +28,11 @@ fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination 
         .out_stride_b = c->out.stride_b,
         .out_stride_row = c->out.stride_row,
         .out_stride_h = c->out.stride_h,
-        .lse = c->lse,
+        .lse = c->lse.data,
+        .lse_stride_to_b = c->lse.stride_b,
+        .lse_stride_to_h = c->lse.stride_h,
+        .empty_lse = c->empty_lse,
+        .takes_four = takes_four(c),
         .num_parts = (int)c->num_parts,
         .h = (int)c->h,
         .len = c->len,
@@ -31,5 +43,35 @@ fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination 
     const fa_variant variant = {FA_COMBINE, 0, fa_dtype_feature(c->dtype), call->gpu->capability, 0, NULL};
     const int64_t ctas = (a.num_rows + FA_COMBINE_WARPS - 1) / FA_COMBINE_WARPS;
     const unsigned grid = ctas < INT32_MAX ? (unsigned)ctas : INT32_MAX;
-    return fa_cuda_launch(call, variant, (fa_launch){grid, 1, 1, .threads = 32 * FA_COMBINE_WARPS}, &a, err);
+    const fa_launch launch = {grid, 1, 1, .threads = 32 * FA_COMBINE_WARPS, .waits_itself = variant.arch >= 90};
+    return fa_cuda_launch(call, variant, launch, &a, err);
+}
+
+fa_status fa_cuda_combine_parts(const fa_cuda_call *call, const float *part_o, const float *part_lse, float empty_lse,
+                                fa_error *err) {
+    const fa_problem *p = call->problem;
+    const int64_t of_head = p->len_q, of_b = p->h * of_head, of_part = p->b * of_b;
+    const fa_combination parts = {
+        .num_parts = call->plan->num_splits,
+        .b = p->b,
+        .len = p->len_q,
+        .h = p->h,
+        .d = p->d_v,
+        .out_partial = part_o,
+        .stride_part = of_part * p->d_v,
+        .stride_b = of_b * p->d_v,
+        .stride_row = p->d_v,
+        .stride_h = of_head * p->d_v,
+        .lse_partial = part_lse,
+        .lse_stride_part = of_part,
+        .lse_stride_b = of_b,
+        .lse_stride_h = of_head,
+        .dtype = p->dtype,
+        .out = p->o,
+        .lse = p->lse,
+        .empty_lse = empty_lse,
+        .sinks = p->sinks,
+        .sink_shift = p->sink_shift,
+    };
+    return fa_cuda_launch_combine(call, &parts, err);
 }

@@ -30,17 +30,6 @@ static const struct {
     {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true, true},
 };
 
-/* Does the kernel's name contain one of the words, which are separated by commas? */
-static bool is_allowed(const char *name, const char *words) {
-    while (words) {
-        const size_t length = strcspn(words, ",");
-        for (const char *at = name; *at; at++)
-            if (strncmp(at, words, length) == 0) return true;
-        words = words[length] ? words + length + 1 : NULL;
-    }
-    return false;
-}
-
 static bool is_flex_cache(const fa_problem *p) { return p->flex->q_offset || p->seqused_k || p->paged; }
 
 static void name_kernel(fa_plan *plan, int arch) { fa_variant_name(fa_plan_variant(plan, arch), plan->kernel); }
@@ -61,7 +50,7 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
     for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {
         const char *why;
         if (planners[i].pass != p->pass) continue;
-        if (machine->gpu_kernels && !is_allowed(planners[i].name, machine->gpu_kernels))
+        if (!fa_allows_kernel(machine, planners[i].name))
             why = "FLASH_ATTN_CUDA_KERNEL rules it out";
         else if (p->flex && !planners[i].takes_flex)
             why = "it takes no mod and no block mask";

@@ -119,23 +119,40 @@ static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_p
     if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
 }
 
-/* Would attn_fwd_sm90 compute the queries of a cache faster? Its tiles have 128 rows, of one head or of several that
- * share keys. A launch takes as long as whole rounds of tiles on all multiprocessors. This kernel divides its tiles of
- * 64 rows into equal shares, but such a tile takes as long as `cost` tiles of the other kernel
- * (cuda/measurements/decode.md, Prompts). The choice for num_splits = 1 does not depend on the batch. */
+/* The first row of attn_fwd_sm90 that has room for the columns of a cache. */
+static const fa_fwd_sm90_columns *forward_row_of(const fa_problem *p) {
+    for (int row = 0; row < fa_families[FA_FWD_SM90].num_rows; row++) {
+        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
+        if (t->d >= p->d && t->d_v >= p->d_v && fa_families[FA_FWD_SM90].rows[row].serves & FA_CACHE) return t;
+    }
+    return NULL;
+}
+
+/* Would attn_fwd_sm90 compute the queries of a cache faster? This kernel divides its tiles into equal shares. A tile of
+ * 64 rows takes as long as `cost` tiles of 128 rows of the other kernel. us_beside is the time of its start and of the
+ * merging of parts. Few tiles with many keys have most parts (cuda/measurements/decode.md, Prompts). The choice for
+ * num_splits = n does not depend on the batch. */
 static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, const fa_plan *plan) {
-    enum { QUERIES = 128, FEW_ROWS = 16, FEW_QUERIES = 64 };
-    const double cost = p->d <= 64 ? 2 : p->d <= 128 ? 2.5 : 5; /* of 64 rows */
-    const int64_t group = p->h / p->h_kv, block_q = plan->block_q, sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1;
+    enum { FEW_ROWS = 16, FEW_QUERIES = 64, US_START = 10, US_MERGE = 10, MANY_KEYS = 2048, FEW_TILES = 16 };
+    const double cost = p->d <= 64 ? 2 : p->d <= 128 ? 2.5 : 5;
+    const fa_fwd_sm90_columns *t = forward_row_of(p);
+    const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q, keys = fa_cache_pages_of(p).capacity;
     const bool packed = p->cu_seqlens_q != NULL;
-    const int64_t batches = packed ? 1 : p->b;
-    const int64_t heads = fa_tile_heads(p, QUERIES, machine->gpu_sms), rows = QUERIES / heads;
-    const int64_t others = p->h / heads * (packed ? p->total_q / rows + p->b : ceil_div(p->len_q, rows));
-    const int64_t mine = p->h_kv * (packed ? p->total_q * group / block_q + p->b : ceil_div(p->len_q * group, block_q));
-    const double mine_cost = (double)(mine * block_q) / 64 * cost;
-    if (p->len_q * group <= FEW_ROWS || (packed && p->total_q < FEW_QUERIES * p->b)) return false;
-    return p->num_splits == 1 ? (double)others < mine_cost
-                              : (double)(ceil_div(batches * others, sms) * sms) < (double)batches * mine_cost;
+    if (!t || rows <= FEW_ROWS || (packed && p->total_q < FEW_QUERIES * p->b)) return false;
+    const bool may_be_cut = fa_reads_cache(p) && !packed; /* by the other kernel */
+    if (p->num_splits > 1 && !may_be_cut) return false;
+    const double us_of_row = cost * 128 / 64 * fa_us_of_a_pair(t); /* of an SM, for a key */
+    const double us_of_other = fa_tiles_of_cache(p, t, machine->gpu_sms).us;
+    if (p->num_splits > 0 && !packed) return us_of_other < (double)(ceil_div(rows, block_q) * block_q) * us_of_row;
+    const int64_t q_tiles = packed ? p->total_q * (p->h / p->h_kv) / block_q + p->b : p->b * ceil_div(rows, block_q);
+    const int64_t tiles = q_tiles * p->h_kv, sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1;
+    const double us_of_work = (double)(tiles * block_q * keys) * us_of_row / (double)sms;
+    const double few_keys = keys < MANY_KEYS ? (double)keys / MANY_KEYS : 1;
+    const double us_beside =
+        US_START + US_MERGE * few_keys * (tiles > FEW_TILES ? (double)FEW_TILES / (double)tiles : 1);
+    const double us_of_memory = fa_us_of_cache(p);
+    const double most = us_of_work > us_of_memory ? us_of_work : us_of_memory;
+    return us_of_other < us_beside + most + (us_of_work + us_of_memory - most) / 3;
 }
 
 /* Would other kernels compute the queries faster? Their tiles have 128 queries of one head, which read the keys fewer
@@ -145,9 +162,9 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
 static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_id id, const fa_plan *plan) {
     enum { QUERIES = 128, ROWS_OF_A_TILE = 64 };
     const int64_t rows = p->len_q * (p->h / p->h_kv), others = p->h * ceil_div(p->len_q, QUERIES);
-    if (p->num_splits > 1) return false;
-    if (id == FA_DECODE_SM90 && !fa_why_not_cache_of_sm90(p)) return is_prompt_of_sm90(p, machine, plan);
-    return !p->cu_seqlens_q && rows > plan->block_q &&
+    if (id == FA_DECODE_SM90 && !fa_why_not_cache_of_sm90(p))
+        return fa_allows_kernel(machine, "attn_fwd_sm90") && is_prompt_of_sm90(p, machine, plan);
+    return p->num_splits <= 1 && !p->cu_seqlens_q && rows > plan->block_q &&
            others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
            (p->num_splits == 1 || p->b * others * 4 >= (int64_t)machine->gpu_sms * 3);
 }

@@ -1,5 +1,6 @@
 /* Planner of attn_fwd_sm90. The planner takes the first rows of cuda/tiles.def that have room for the columns. Among
  * the rows that serve every feature, it takes the row that wastes least beyond the sequences' ends. */
+#include "combination.h"
 #include "cuda/attn_fwd_params.h"
 #include "flex/flex.h"
 #include "gpu_planners.h"
@@ -7,48 +8,126 @@
 #include "kernel_table.h"
 #include "sequence.h"
 
-static int64_t round_up(int64_t x, int64_t y) { return (x + y - 1) / y * y; }
+#include <math.h>
 
-/* With a cache: how many rows an SM computes if work tiles of block_q rows have `heads` heads each. Packed sequences
- * count as many rows as they have on average. For num_splits = 1 the rows of one sequence and key head stand for them:
- * the rows of a strip raise their maximum together, and bits must not depend on the batch. */
-static int64_t rows_of_an_sm(const fa_problem *p, int64_t block_q, int64_t heads, int sms) {
-    const int64_t rows = block_q / heads, group = p->h / p->h_kv, width = sms > 0 ? sms : 1;
-    const int64_t q_tiles = p->cu_seqlens_q ? p->total_q / rows + p->b : p->b * (round_up(p->len_q, rows) / rows);
-    if (p->num_splits == 1 && !p->cu_seqlens_q) return round_up(p->len_q, rows) * group;
-    return round_up(p->h / heads * q_tiles, width) / width * block_q;
+static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+static int64_t round_up(int64_t x, int64_t y) { return ceil_div(x, y) * y; }
+
+/* ---- work tiles over a cache ------------------------------------------------------------------------------------- */
+
+/* Microseconds of an H100 (cuda/measurements/decode.md): the first work tile of a CTA and each further one, the
+ * combination of parts, of each part, and of one element of the result. The memory brings BYTES_OF_A_US bytes of the
+ * keys. */
+static const double US_FIRST = 10, US_NEXT = 1.5, US_COMBINE = 4, US_PART = 0.11, US_ELEMENT = 7e-6,
+                    BYTES_OF_A_US = 2.4e6;
+
+/* Microseconds of an SM for a row and a key, without a limit of power. Up to 90 columns the exponentials take longer
+ * than the products. */
+double fa_us_of_a_pair(const fa_fwd_sm90_columns *t) {
+    const double products = 0.6e-6 * t->d, exponentials = 55e-6;
+    return (products > exponentials ? products : exponentials) * t->cost / 100;
 }
 
-/* As few heads as let SMs compute the fewest rows. Tiles that fill the GPU once end sooner if more SMs read the keys.
- * With 32 queries over 8192 keys, 32/8 heads, head_dim 128, an H100 took 69 us for 4 sequences with tiles of one head,
- * and 93 with tiles of four heads. For 16 sequences it took 259 and 195 us. A row strip has 16 rows. */
-int fa_tile_heads(const fa_problem *p, int64_t block_q, int sms) {
-    enum { STRIP = 16 };
-    int64_t best = 1, fewest = INT64_MAX;
-    if (!fa_reads_cache(p) || p->h_kv == 0) return 1;
-    for (int64_t heads = 1; heads <= p->h / p->h_kv && STRIP * heads <= block_q; heads++) {
-        if (p->h / p->h_kv % heads || block_q % (STRIP * heads)) continue;
-        const int64_t rows = rows_of_an_sm(p, block_q, heads, sms);
-        if (rows < fewest) best = heads, fewest = rows;
+double fa_us_of_cache(const fa_problem *p) {
+    const double elements = (double)(p->b * p->h_kv * fa_cache_pages_of(p).capacity * (p->d + p->d_v));
+    return elements * (double)fa_dtype_bytes(p->dtype) / BYTES_OF_A_US;
+}
+
+/* A call over a cache in work tiles of a row of the table, which `heads` heads share. */
+typedef struct {
+    int64_t tiles, key_tiles, width;  /* work tiles of the batch; key tiles of the capacity; SMs */
+    double us_of_key_tile;            /* of an SM for a work tile */
+    double us_of_memory, us_of_parts; /* to read all keys; to combine parts */
+} cut;
+
+/* Packed sequences count as many work tiles as they have on average. */
+static cut cut_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads, int sms) {
+    const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, rows = block_q / heads;
+    const int64_t q_tiles = p->cu_seqlens_q ? p->total_q / rows + p->b : p->b * ceil_div(p->len_q, rows);
+    return (cut){.tiles = p->h / heads * q_tiles,
+                 .key_tiles = (fa_cache_pages_of(p).capacity - 1) / t->block_kv + 1,
+                 .width = sms > 0 ? sms : 1,
+                 .us_of_key_tile = (double)(block_q * t->block_kv) * fa_us_of_a_pair(t),
+                 .us_of_memory = fa_us_of_cache(p),
+                 .us_of_parts = US_COMBINE + US_ELEMENT * (double)(p->total_q * p->h * p->d_v)};
+}
+
+/* Of work and memory the shorter one overlaps with the longer one, but for a third at the begin and the end. */
+static double us_of(const cut *x, int64_t parts) {
+    const int64_t rounds = ceil_div(x->tiles * parts, x->width), steps = ceil_div(x->key_tiles, parts);
+    const double work = (double)rounds * (US_NEXT + (double)steps * x->us_of_key_tile) - US_NEXT;
+    const double most = work > x->us_of_memory ? work : x->us_of_memory, least = work + x->us_of_memory - most;
+    return US_FIRST + most + least / 3 + (parts > 1 ? x->us_of_parts + US_PART * (double)parts : 0);
+}
+
+/* The most parts that a call may have. The rows of all parts are counted in 32 bits. Parts of packed sequences would be
+ * combined without knowing where the sequences end. */
+static int64_t most_parts(const fa_problem *p, int64_t key_tiles) {
+    enum { MOST_ROWS = 1 << 28 };
+    const int64_t rows = p->total_q * p->h;
+    int64_t most = !fa_reads_cache(p) || p->cu_seqlens_q || rows == 0 ? 1 : MOST_ROWS / rows;
+    if (most > key_tiles) most = key_tiles;
+    return most < 1 ? 1 : most < FA_MAX_PARTS ? most : FA_MAX_PARTS;
+}
+
+/* Few tiles are cut into as many parts as fill the SMs once, or a few times. */
+static fa_cache_tiles best_parts(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads, int sms) {
+    enum { MOST_ROUNDS = 4 };
+    const cut x = cut_of(p, t, heads, sms);
+    const int64_t most = most_parts(p, x.key_tiles);
+    fa_cache_tiles best = {(int)heads, 1, us_of(&x, 1)};
+    for (int64_t rounds = 1; rounds <= MOST_ROUNDS && x.tiles > 0 && best.parts < most; rounds++) {
+        const int64_t wanted = rounds * x.width / x.tiles;
+        if (wanted <= 1) continue;
+        const int64_t steps = ceil_div(x.key_tiles, wanted < most ? wanted : most),
+                      parts = ceil_div(x.key_tiles, steps);
+        const double us = us_of(&x, parts);
+        if (us < best.us) best = (fa_cache_tiles){(int)heads, (int)parts, us};
     }
-    return (int)best;
+    return best;
 }
 
-/* Returns the cost of a sequence with this row's tiles, or of an SM's share of a cache. A tile is computed as a whole.
- * So is a step over keys, which matters with few keys. Short sequences wait for memory rather than for products. They
- * wait longest if a step needs more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and keys
- * a step:
+/* For num_splits = n the rows of one sequence and key head decide. The rows of a strip raise their maximum together,
+ * and bits must not depend on the batch. */
+static fa_cache_tiles given_parts(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads) {
+    const cut x = cut_of(p, t, heads, 1);
+    const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, most = most_parts(p, x.key_tiles);
+    const int64_t rows = round_up(p->len_q, block_q / heads) * (p->h / p->h_kv);
+    return (fa_cache_tiles){(int)heads, (int)(p->num_splits < most ? p->num_splits : most),
+                            (double)rows * fa_us_of_a_pair(t)};
+}
+
+/* Few queries would leave most rows of a work tile empty. So heads of one key head share it, as few as save time. A row
+ * strip has 16 rows. */
+fa_cache_tiles fa_tiles_of_cache(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
+    enum { STRIP = 16 };
+    const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, group = p->h_kv > 0 ? p->h / p->h_kv : 1;
+    const bool is_given = p->num_splits > 0 && !p->cu_seqlens_q;
+    const int64_t most_heads = fa_reads_cache(p) ? group : 1;
+    fa_cache_tiles best = {1, 1, HUGE_VAL};
+    for (int64_t heads = 1; heads <= most_heads && STRIP * heads <= block_q; heads++) {
+        if (group % heads || block_q % (STRIP * heads)) continue;
+        const fa_cache_tiles x = is_given ? given_parts(p, t, heads) : best_parts(p, t, heads, sms);
+        if (x.us < best.us) best = x;
+    }
+    return best;
+}
+
+/* Returns the cost of a sequence with this row's tiles, or the time of a call over a cache. A tile is computed as a
+ * whole. So is a step over keys, which matters with few keys. Short sequences wait for memory rather than for products.
+ * They wait longest if a step needs more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and
+ * keys a step:
  *   length 100: 36.7 us with 192 rows and 128 keys, 29.3 with 128 rows and 64 keys;
  *   length 192: 49.5 us with 192 rows and 128 keys, 47.2 with 256 rows and 64 keys.
  * At head_dim 128 it takes, with 16 heads, 128 rows, and 128 or 64 keys a step:
  *   4 sequences of 4096 queries: 77 keys 74.7 and 58.7 us, 128 keys 73.0 and 58.5, 256 keys 82.0 and 89.3;
  *   80 sequences of length 200:  109.2 and 113.6 us. */
-static int64_t cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
+static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
     enum { FEW_KEYS = 128, SHORT = 256 * 64 }; /* elements of a head's keys */
-    const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS, block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs;
-    const int64_t rows = fa_reads_cache(p) ? rows_of_an_sm(p, block_q, fa_tile_heads(p, block_q, sms), sms)
-                                           : round_up(p->len_q, block_q);
-    const int64_t cost = rows * round_up(keys, t->block_kv) * t->cost;
+    if (fa_reads_cache(p)) return fa_tiles_of_cache(p, t, sms).us;
+    const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS;
+    const int64_t rows = round_up(p->len_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
+    const double cost = (double)(rows * round_up(keys, t->block_kv) * t->cost);
     return p->len_kv * t->d <= SHORT && t->block_kv > 64 ? 2 * cost : cost;
 }
 
@@ -85,7 +164,7 @@ static bool is_dynamic(const fa_problem *p, int64_t q_tiles, int64_t tiles, int6
 void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
     const int64_t tile_heads = plan->gpu.tile_heads > 1 ? plan->gpu.tile_heads : 1, heads = p->h / tile_heads;
     const int64_t rows = plan->block_q / tile_heads, q_tiles = (p->len_q + rows - 1) / rows;
-    const int64_t most_tiles = p->cu_seqlens_q ? (p->total_q / rows + p->b) * heads : q_tiles * p->b * heads;
+    const int64_t most_tiles = plan->num_splits * heads * (p->cu_seqlens_q ? p->total_q / rows + p->b : q_tiles * p->b);
     plan->gpu.group_heads = heads_in_group(p);
     plan->gpu.is_dynamic = is_dynamic(p, q_tiles, most_tiles, ctas);
     plan->gpu.num_ctas = p->total_q > 0 ? (int)(most_tiles < ctas ? most_tiles : ctas) : 0;
@@ -140,13 +219,16 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
             break;
     }
     NEEDS(row < family->num_rows, "it has no tile for these head dimensions");
+    double least = -1; /* the cost of the row, once it is known */
     for (int later = row + 1; later < family->num_rows; later++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row), *other = fa_fwd_sm90_row(later);
         if (other->d != t->d || other->d_v != t->d_v || (family->rows[later].serves & wanted) != wanted) continue;
-        const bool is_better = cost_of(p, other, machine->gpu_sms) < cost_of(p, t, machine->gpu_sms);
-        fa_rule_out(plan, family->rows[is_better ? row : later].name,
+        if (!(features & FA_FLEX) && !family->chooses(later, features)) continue; /* as the lists of kernels say */
+        if (least < 0) least = cost_of(p, t, machine->gpu_sms);
+        const double cost = cost_of(p, other, machine->gpu_sms);
+        fa_rule_out(plan, family->rows[cost < least ? row : later].name,
                     "its tiles reach further beyond the sequences' ends");
-        if (is_better) row = later;
+        if (cost < least) row = later, least = cost;
     }
     plan->gpu.family = FA_FWD_SM90;
     plan->gpu.row = row;
@@ -154,7 +236,12 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     if (reads_cache) plan->workspace_bytes = fa_rotated_q_bytes(p);
     plan->block_q = FA_ROWS_OF_A_WARPGROUP * fa_fwd_sm90_row(row)->wgs;
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
-    plan->gpu.tile_heads = fa_tile_heads(p, plan->block_q, machine->gpu_sms);
+    plan->gpu.tile_heads = 1;
+    if (reads_cache) {
+        const fa_cache_tiles tiles = fa_tiles_of_cache(p, fa_fwd_sm90_row(row), machine->gpu_sms);
+        plan->gpu.tile_heads = tiles.heads, plan->num_splits = tiles.parts;
+        if (tiles.parts > 1) plan->workspace_bytes = fa_key_parts_at(p) + fa_key_parts_bytes(p, tiles.parts);
+    }
     if (features & FA_FLEX) {
         NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
         plan->gpu.has_hidden = fa_hidden_bytes(p, plan) > 0;

@@ -3,6 +3,7 @@
 #define FA_PLAN_GPU_PLANNERS_H
 
 #include "flash_attn.h"
+#include "kernel_table.h"
 
 /* A planner returns NULL if its kernel serves the problem. Then the planner has set the plan's family, row, features,
  * block sizes, splits and workspace. Otherwise it returns the reason, as text that lives as long as the program.
@@ -11,9 +12,17 @@ typedef const char *fa_cuda_planner(const fa_problem *problem, const fa_machine 
 fa_cuda_planner fa_plan_decode_sm90, fa_plan_fwd_sm90, fa_plan_fwd_fp8_sm90, fa_plan_bwd_sm90, fa_plan_fwd_any,
     fa_plan_decode_sm80, fa_plan_fwd_sm80, fa_plan_bwd_sm80, fa_plan_bwd_any;
 
+/* How attn_fwd_sm90 cuts a call over a cache into work tiles of a row of the table. */
+typedef struct {
+    int heads; /* query heads of one key head that share a work tile */
+    int parts; /* of the keys of a work tile */
+    double us; /* of an H100; if num_splits is given, of an SM for a key of one key head */
+} fa_cache_tiles;
+fa_cache_tiles fa_tiles_of_cache(const fa_problem *problem, const fa_fwd_sm90_columns *tile, int sms);
+double fa_us_of_a_pair(const fa_fwd_sm90_columns *tile); /* of an SM, for a row and a key */
+double fa_us_of_cache(const fa_problem *problem);        /* to read all keys of the cache once */
+
 /* The order in which the persistent CTAs of a forward on Hopper take their work tiles. The plan has its block_q. */
-/* The query heads of one key head that share work tiles of block_q rows in attn_fwd_sm90. Without a cache it is 1. */
-int fa_tile_heads(const fa_problem *problem, int64_t block_q, int sms);
 void fa_plan_fwd_order(const fa_problem *problem, int64_t ctas, fa_plan *plan);
 
 #endif

@@ -2,12 +2,14 @@
 #include "gpu_problem.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "cuda/cuda_flex.h"
 #include "flex/flex.h"
 #include "flex/scatters.h"
 #include "flex/source_words.h"
 #include "flex/wide.h"
+#include "sequence.h"
 #include "system/hash.h"
 
 static bool is_scaled_plainly(const fa_problem *p) { return p->scale >= 1e-37; }
@@ -174,7 +176,9 @@ int fa_num_key_parts(const fa_problem *p, const fa_machine *machine) {
     return parts < 1 ? 1 : parts < MOST_PARTS ? (int)parts : MOST_PARTS;
 }
 
-size_t fa_key_parts_at(const fa_problem *p) { return (fa_block_map_bytes(p) + 255) / 256 * 256; }
+size_t fa_key_parts_at(const fa_problem *p) {
+    return (fa_rotated_q_bytes(p) + fa_block_map_bytes(p) + 255) / 256 * 256;
+}
 
 size_t fa_key_parts_bytes(const fa_problem *p, int num_parts) {
     return sizeof(float) * (size_t)(num_parts * p->b * p->h * p->len_q * (1 + p->d_v));
@@ -344,6 +348,18 @@ const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
               fa_suits_tma(p, &p->v, pages.num, pages.size, p->h_kv),
           "it wants the cache to start at a multiple of 16 bytes, with strides that are multiples of 8 elements");
     return NULL;
+}
+
+bool fa_allows_kernel(const fa_machine *machine, const char *name) {
+    const char *words = machine->gpu_kernels; /* separated by commas */
+    if (!words) return true;
+    while (words) {
+        const size_t length = strcspn(words, ",");
+        for (const char *at = name; *at; at++)
+            if (strncmp(at, words, length) == 0) return true;
+        words = words[length] ? words + length + 1 : NULL;
+    }
+    return false;
 }
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {

@@ -140,6 +140,9 @@ int fa_cache_box(const fa_problem *problem, int block_kv);
 /* Why can Hopper's forward not read the problem's KV cache? NULL: it can. */
 const char *fa_why_not_cache_of_sm90(const fa_problem *problem);
 
+/* Does FLASH_ATTN_CUDA_KERNEL allow the kernel? Its name then contains one of the variable's words. */
+bool fa_allows_kernel(const fa_machine *machine, const char *name);
+
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
 
 /* Can TMA walk over the tensor? TMA needs addresses and strides that are multiples of 16 bytes. A packed tensor is one

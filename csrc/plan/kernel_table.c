@@ -485,7 +485,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .chooses = any_chooses},
     [FA_COMBINE] = {.name = "combine",
                     .files = FILES("combine.cu", "combine_params.h", "sinks.cuh", "sinks_params.h", "element.cuh",
-                                   "ptx_sm80.cuh"),
+                                   "ptx_launch.cuh", "ptx_sm80.cuh"),
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = combine_rows,
                     .num_rows = NUM_ROWS(combine_rows),

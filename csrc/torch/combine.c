@@ -1,6 +1,8 @@
 /* Checks the arguments of fwd_combine, makes its results and runs it. */
 #include "combine.h"
 
+#include <math.h>
+
 #include "autograd.h"
 #include "check.h"
 #include "cpu/combine.h"
@@ -54,7 +56,8 @@ static fa_status check_partials(const fa_call *c, fa_combination *combination, f
                                     .lse_partial = (const float *)lse->data,
                                     .lse_stride_part = lse->stride[0],
                                     .lse_stride_b = lse->stride[1],
-                                    .lse_stride_h = lse->stride[3]};
+                                    .lse_stride_h = lse->stride[3],
+                                    .empty_lse = -INFINITY};
     return FA_OK;
 }
 

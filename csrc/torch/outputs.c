@@ -262,7 +262,7 @@ fa_status fa_make_combined(const fa_call *call, int32_t dtype, fa_outputs *outpu
     if (status == FA_OK)
         status = fa_make_output(outputs, like, 3, (int64_t[]){c->b, c->len, c->h},
                                 (int64_t[]){c->h * c->len, 1, c->len}, fa_torch.f32, &data, err);
-    c->lse = (float *)data;
+    c->lse = (fa_row_stats){.data = (float *)data, .stride_b = c->h * c->len, .stride_h = c->len};
     if (status != FA_OK) fa_drop_outputs(outputs);
     return status;
 }

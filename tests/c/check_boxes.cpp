@@ -109,6 +109,7 @@ static struct {                 /* one sequence; arrays are [query tiles][key ti
     /* sees: some pair of the two tiles is visible. full: every row sees all BLOCK_KV keys. */
     bool sees[MAX_TILES][MAX_TILES], full[MAX_TILES][MAX_TILES];
     int found[MAX_HEADS][MAX_TILES];
+    u64 walked[MAX_HEADS][MAX_TILES]; /* forward: a bit for each key tile that a part of the work tile has */
 } truth[MAX_SEQUENCES];
 
 /* The keys [begin, end) that a row sees, by the definition of each mask. chunk: of attention_chunk; 0: off. */
@@ -324,8 +325,8 @@ static void check_walk(const params &p, const tile &t) {
     for (int strip = t.row; strip < min(t.row + tile_rows, t.len_q); strip += 16) {
         const int shift = t.len_kv - t.len_q, block_end = min(strip / 64 * 64 + 64, t.len_q);
         row_key_walk rows;
-        const int begin_of_block = seen_keys(p, strip / 64 * 64, t.len_q, t.len_kv).begin;
-        const int end_of_block = seen_keys(p, block_end - 1, t.len_q, t.len_kv).end;
+        const int begin_of_block = max(seen_keys(p, strip / 64 * 64, t.len_q, t.len_kv).begin, t.kv_begin * BLOCK_KV);
+        const int end_of_block = min(seen_keys(p, block_end - 1, t.len_q, t.len_kv).end, t.kv_end * BLOCK_KV);
         if (begin_of_block >= end_of_block) continue;
         rows.seen_top = ceil_div(end_of_block, BLOCK_KV) - 1;
         rows.begin_rows(p, strip + shift, t.len_kv);
@@ -373,6 +374,8 @@ static void check_strips(const params &p, const tile &t) {
     }
 }
 
+static int parts_of(const params &p) { return CACHE ? p.cache.num_parts : 1; }
+
 static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
     check_strips(p, t);
     EXPECT(t.idx == idx && 0 <= t.b_idx && t.b_idx < p.b && 0 <= t.head && t.head < p.h);
@@ -385,21 +388,26 @@ static void check_tile(const params &p, const tile &t, int idx, bool is_again) {
     else
         EXPECT(t.kv_origin == (VARLEN ? p.len_kv - x.len_kv : 0) &&
                t.kv_batch == (VARLEN ? x.kv_begin + x.len_kv : t.b_idx));
-    EXPECT(t.lse_origin == (VARLEN ? x.q_begin : 0));
+    const int parts = parts_of(p), part = parts > 1 ? t.lse_origin / p.cache.part_rows : 0;
+    EXPECT(t.lse_origin == (VARLEN ? x.q_begin : 0) + (parts > 1 ? part * p.cache.part_rows : 0) && part < parts);
     const int i = t.row / tile_rows;
     EXPECT(t.row % tile_rows == 0 && 0 <= t.row && t.row < x.len_q);
     for (int head = t.head; head < t.head + BLOCK_Q / tile_rows; head++)
-        EXPECT(head / p.heads_per_kv == t.kv_head && (x.found[head][i]++ == is_again || is_again));
-    for (int j = 0; j < x.kv_tiles; j++) EXPECT(x.sees[i][j] == (t.kv_begin <= j && j < t.kv_end));
+        EXPECT(head / p.heads_per_kv == t.kv_head && (x.found[head][i]++ == part || is_again));
     EXPECT(t.kv_begin >= 0 && t.kv_end <= x.kv_tiles);
+    for (int head = t.head; head < t.head + BLOCK_Q / tile_rows; head++)
+        for (int j = t.kv_begin; j < t.kv_end; j++) {
+            EXPECT(x.sees[i][j] && (x.walked[head][i] >> j & 1) == is_again);
+            x.walked[head][i] |= (u64)1 << j;
+        }
     check_walk(p, t);
     if (is_again) return;
     /* Longest tiles come first: a head's last rows, and of 32 packed sequences the sequence with the most keys. */
-    EXPECT(i == x.q_tiles - 1 || x.found[t.head][i + 1] || !LONGEST_FIRST);
-    EXPECT(i == 0 || x.found[t.head][i - 1] || LONGEST_FIRST);
+    EXPECT(i == x.q_tiles - 1 || x.found[t.head][i + 1] > part || !LONGEST_FIRST);
+    EXPECT(i == 0 || x.found[t.head][i - 1] > part || LONGEST_FIRST);
     for (int other = t.b_idx / 32 * 32; VARLEN && other < p.b && other < t.b_idx / 32 * 32 + 32; other++)
         if (truth[other].len_kv > x.len_kv && truth[other].q_tiles > 0)
-            EXPECT(truth[other].found[p.h - 1][LONGEST_FIRST ? 0 : truth[other].q_tiles - 1]);
+            EXPECT(truth[other].found[p.h - 1][LONGEST_FIRST ? 0 : truth[other].q_tiles - 1] == parts);
 }
 
 static void kernel(const params &p) {
@@ -430,7 +438,11 @@ static void kernel(const params &p) {
 static void check_all_found(const params &p) {
     for (int b_idx = 0; b_idx < p.b; b_idx++)
         for (int head = 0; head < p.h; head++)
-            for (int i = 0; i < truth[b_idx].q_tiles; i++) EXPECT(truth[b_idx].found[head][i] >= 1);
+            for (int i = 0; i < truth[b_idx].q_tiles; i++) {
+                u64 seen = 0;
+                for (int j = 0; j < truth[b_idx].kv_tiles; j++) seen |= (u64)truth[b_idx].sees[i][j] << j;
+                EXPECT(truth[b_idx].found[head][i] >= parts_of(p) && truth[b_idx].walked[head][i] == seen);
+            }
 }
 
 #endif
@@ -500,13 +512,14 @@ static void make_cache(params &p, int *used, int *pads) {
 #endif
 
 #ifndef BACKWARD
-/* Some heads of a key head share work tiles. */
+/* Some heads of a key head share work tiles, whose keys may be cut into parts. */
 static void share_tiles(params &p) {
     auto &c = p.cache;
     c.tile_heads = 1 + (int)below((unsigned)p.heads_per_kv);
     while (p.heads_per_kv % c.tile_heads || BLOCK_Q % (16 * c.tile_heads)) c.tile_heads--;
     c.rows_of_head = tile_rows = BLOCK_Q / c.tile_heads, c.rows_inverse = FA_ROWS_INVERSE(tile_rows);
     c.h_in_tiles = p.h / c.tile_heads, p.group_heads = min(p.group_heads, c.h_in_tiles);
+    c.num_parts = VARLEN || below(2) ? 1 : 1 + (int)below(9), c.part_rows = p.h * p.len_q * p.b;
 }
 #endif
 
@@ -570,7 +583,7 @@ int main() {
         p.heads_per_kv = heads;
         p.group_heads = min(p.group_heads, p.h);
         if (CACHE) share_tiles(p);
-        p.num_q_tiles = ceil_div(total_q, tile_rows), p.num_tiles = p.num_q_tiles * p.b * h_in_tiles(p);
+        p.num_q_tiles = ceil_div(total_q, tile_rows), p.num_tiles = p.num_q_tiles * p.b * h_in_tiles(p) * parts_of(p);
         for (int i = 0; i < p.b; i++) used[i] = (int)below(800);
         if (VARLEN && below(2)) p.seqused_k = used, p.k.words[USED] = p.v.words[USED] = (u64)used;
         for (int i = 0; i < p.b; i++) used_q[i] = (int)below(800);

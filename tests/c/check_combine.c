@@ -41,10 +41,10 @@ static bool serial_for(int64_t n, void (*fn)(int64_t begin, int64_t end, void *c
 /* Memory for out and lse, filled with 0xff. */
 static void bring_results(fa_combination *c, bool at_end) {
     const int64_t out_rows = c->b * c->len * c->h, bytes = (int64_t)fa_dtype_bytes(c->dtype);
-    c->out = (fa_view){.stride_h = c->d + 3 * at_end};
+    c->out = (fa_view){.stride_h = c->d + (c->d % 4 ? 3 : 4) * at_end};
     c->out.stride_row = c->out.stride_h * c->h, c->out.stride_b = c->out.stride_row * c->len;
-    c->out.data = guarded_alloc((size_t)(out_rows * c->out.stride_h * bytes), 4, at_end);
-    c->lse = guarded_alloc((size_t)out_rows * 4, 4, at_end);
+    c->out.data = guarded_alloc((size_t)(out_rows * c->out.stride_h * bytes), c->d % 4 ? 4 : 4 * (size_t)bytes, at_end);
+    c->lse = (fa_row_stats){guarded_alloc((size_t)out_rows * 4, 4, at_end), c->h * c->len, c->len, 0};
 }
 
 static void check_case(bool at_end) {
@@ -53,13 +53,18 @@ static void check_case(bool at_end) {
                         .len = 1 + below(9),
                         .h = 1 + below(3),
                         .d = 1 + below(70),
-                        .dtype = (fa_dtype)below(3)};
-    c.stride_h = c.d + below(3), c.stride_row = c.stride_h * c.h, c.stride_b = c.stride_row * c.len;
+                        .dtype = (fa_dtype)below(3),
+                        .empty_lse = below(2) ? INFINITY : -INFINITY};
+    const bool takes_four = below(2); /* columns at a time */
+    if (takes_four) c.d = (c.d + 3) / 4 * 4;
+    c.stride_h = c.d + (takes_four ? 4 * below(2) : below(3)), c.stride_row = c.stride_h * c.h,
+    c.stride_b = c.stride_row * c.len;
     c.stride_part = c.stride_b * c.b;
     c.lse_stride_h = c.len + below(2), c.lse_stride_b = c.lse_stride_h * c.h, c.lse_stride_part = c.lse_stride_b * c.b;
     const int64_t num_out = c.num_parts * c.stride_part - (c.stride_h - c.d);
     const int64_t num_lse = c.num_parts * c.lse_stride_part - (c.lse_stride_h - c.len);
-    float *parts = guarded_alloc((size_t)num_out * 4, 4, at_end), *lse = guarded_alloc((size_t)num_lse * 4, 4, at_end);
+    float *parts = guarded_alloc((size_t)num_out * 4, takes_four ? 16 : 4, at_end),
+          *lse = guarded_alloc((size_t)num_lse * 4, 4, at_end);
     for (int64_t i = 0; i < num_out; i++) parts[i] = number();
     for (int64_t i = 0; i < num_lse; i++) lse[i] = below(4) ? 5 * number() : below(2) ? INFINITY : -INFINITY;
     for (int64_t i = 0; i < c.num_parts; i++) lse[i * c.lse_stride_part] = i % 2 ? INFINITY : -INFINITY; /* no part */
@@ -82,13 +87,14 @@ static void check_case(bool at_end) {
     const int64_t rows = c.b * c.len * c.h;
     int64_t num_nan = 0;
     for (int64_t i = 0; i < rows; i++) {
-        num_nan += isnan(c.lse[i]);
-        assert_true(isnan(c.lse[i])
-                        ? isnan(on_gpu.lse[i])
-                        : c.lse[i] == on_gpu.lse[i] || fabsf(c.lse[i] - on_gpu.lse[i]) < 1e-5f * (1 + fabsf(c.lse[i])));
+        num_nan += isnan(c.lse.data[i]);
+        assert_true(isnan(c.lse.data[i])
+                        ? isnan(on_gpu.lse.data[i])
+                        : c.lse.data[i] == on_gpu.lse.data[i] ||
+                              fabsf(c.lse.data[i] - on_gpu.lse.data[i]) < 1e-5f * (1 + fabsf(c.lse.data[i])));
     }
     assert_int_equal(num_nan, has_nan);
-    assert_true(c.lse[0] == -INFINITY && fa_load_element(c.out.data, 0, c.dtype) == 0);
+    assert_true(c.lse.data[0] == c.empty_lse && fa_load_element(c.out.data, 0, c.dtype) == 0);
     const double rounding = c.dtype == FA_BF16 ? 0x1p-7 : c.dtype == FA_F16 ? 0x1p-10 : 1e-5;
     for (int64_t i = 0; i < rows; i++)
         for (int64_t col = 0; col < c.d; col++) {
