@@ -290,7 +290,7 @@ static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
             task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, key, key_end);
         }
     }
-    job->seen = fa_flex_new_seen(p, &map, l->block_q, l->block_kv);
+    job->seen = fa_flex_new_seen(p, &map, l->block_q, l->block_kv, LANES);
 }
 
 static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {

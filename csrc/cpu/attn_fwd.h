@@ -119,6 +119,7 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
     if (p->flex) { /* each step finds the keys of its lanes */
+        for (int lane = 0; lane < tile->lanes; lane++) tile->first[lane] = 0, tile->end[lane] = t->s.len_kv;
         if (find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) return;
         tile->first_key = INT64_MAX;
         tile->end_key = 0;
@@ -220,9 +221,10 @@ typedef struct {
     int tile;
     int64_t begin, end; /* keys of the block; begin is a multiple of WORD_ELEMS */
     bool masked, adjusts, runs_flex;
-    flex_sight sight;  /* flex */
-    bool rescales;     /* some alpha is not 1 */
-    float *scores, *p; /* S^T and P, in the same buffer unless products overlap the softmax */
+    flex_sight sight;      /* flex */
+    fa_lane_bounds bounds; /* if masked, or flex */
+    bool rescales;         /* some alpha is not 1 */
+    float *scores, *p;     /* S^T and P, in the same buffer unless products overlap the softmax */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
 } fwd_step;
 
@@ -232,7 +234,7 @@ static bool find_flex_step(const fwd_task *t, fa_fwd_tile *tile, fwd_step *step)
     const fa_flex *flex = t->p->flex;
     const flex_tile lanes = flex_tile_at(t, tile, t->block);
     if (tile->first_key >= t->block + t->job->layout.block_kv || tile->end_key <= t->block) return false;
-    if (!flex_look(&t->job->seen, &lanes, t->own_views, tile->first, tile->end, &step->sight)) return false;
+    if (!flex_look(&t->job->seen, &lanes, t->own_views, &step->bounds, &step->sight)) return false;
     step->begin = step->sight.begin;
     step->end = step->sight.end;
     step->masked = step->sight.masked;
@@ -257,6 +259,7 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
         step->end = end - t->block;
         step->runs_flex = false;
         step->masked = x->common_first > t->block + step->begin || x->common_end < end;
+        if (step->masked) fa_bound_lanes(&step->bounds, x->first, x->end, x->lanes, t->block, t->job->layout.block_kv);
         step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || t->p->bias.data || !(t->scale > 0);
         return true;
     }
@@ -342,7 +345,7 @@ static void step_scores(fwd_task *t, fwd_step *step) {
                            .lane_max = step->new_max,
                            .soon = &t->soon};
     if (step->masked && !PRODUCT_OVERLAPS)
-        product_scores_seen(&scores, tile->first, tile->end, t->block + step->begin);
+        product_scores_seen(&scores, &step->bounds, step->begin);
     else
         product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
 }
@@ -385,7 +388,7 @@ static void softmax_seen(fwd_task *t, fwd_step *step, const score_options *optio
     const int64_t most = round_up(step->end - step->begin, WORD_ELEMS);
     fa_lanes_seen x;
     for (int64_t lane = 0; lane < tile->lanes; lane = x.lane_end) {
-        x = fa_next_lanes(tile->first, tile->end, lane, tile->lanes, t->block + step->begin, most);
+        x = fa_next_lanes(&step->bounds, lane, tile->lanes, step->begin, most);
         if (x.key < x.stop)
             softmax_part(t, step, options, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
         else
@@ -398,29 +401,23 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
     const fwd_job *job = t->job;
     fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t lanes = tile->lanes, begin = step->begin, end = step->end;
-    float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
+    float diagonal[FA_MAX_BLOCK_Q];
     score_options options = {.scale = t->scale,
                              .softcap = job->softcap,
                              .slope = t->p->alibi_slopes ? tile->slope : NULL,
                              .diagonal = diagonal,
                              .bias = t->p->bias.data ? t->bias : NULL,
-                             .first = first,
-                             .end = stop,
+                             .first = step->bounds.first,
+                             .end = step->bounds.end,
                              .masked = step->masked};
     const bool has_options = step->adjusts && !step->runs_flex;
     if (step->runs_flex) {
         const flex_tile x = flex_tile_at(t, tile, t->block);
-        flex_hide(&x, &step->sight, begin, end, tile->first, tile->end, t->bytes);
+        flex_hide(&x, &step->sight, &step->bounds, begin, end, t->bytes);
         flex_scores(&x, step->scores, begin, end, t->scale, step->sight.has_gaps, t->bytes, step->new_max,
                     t->p->flex->max_scores.data ? tile->max_score : NULL);
         if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
     } else if (has_options) {
-        const int64_t block_kv = job->layout.block_kv;
-        for (int group = 0; group < lanes; group += LANES)
-            for (int lane = group; lane < group + LANES; lane++) {
-                first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), block_kv);
-                stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
-            }
         for (int lane = 0; lane < lanes && options.slope; lane++)
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
         if (t->p->bias.data)
@@ -458,8 +455,7 @@ static void step_output(fwd_task *t, const fwd_step *step) {
                            .alpha = step->alpha,
                            .soon = &t->soon};
     if (step->masked && !PRODUCT_OVERLAPS)
-        product_keys_seen(step->rescales ? product_rescale : product_add, &output, t->tiles[step->tile].first,
-                          t->tiles[step->tile].end, t->block + step->begin);
+        product_keys_seen(step->rescales ? product_rescale : product_add, &output, &step->bounds, step->begin);
     else
         product_later(&t->queue, step->rescales ? PRODUCT_RESCALE : PRODUCT_ADD, &output);
     if (t->finite) return;
@@ -645,7 +641,7 @@ static void start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_
             task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, 0, s.len_kv);
         }
     }
-    job->seen = fa_flex_new_seen(p, &map, plan->block_q, plan->block_kv);
+    job->seen = fa_flex_new_seen(p, &map, plan->block_q, plan->block_kv, LANES);
 }
 
 static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {

@@ -94,6 +94,7 @@ static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t h
 static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_tile *tile) {
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
+    tile->is_idle = false;
     for (int lane = 0; lane < tile->lanes; lane++) {
         bool valid = lane < tile->valid_lanes;
         int64_t row = tile->row[lane], head = tile->head[lane], *first = &tile->first[lane], *end = &tile->end[lane];
@@ -103,6 +104,7 @@ static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_
             *first = *end = 0;
             tile->lse[lane] = INFINITY;
             tile->delta[lane] = 0.0f;
+            tile->is_idle = true;
             if (valid) tile->common_end = 0;
             continue;
         }

@@ -114,6 +114,20 @@ static void start(const fa_flex_programs *programs, int64_t b_idx, int64_t head,
     fa_flex_bound_rows(programs->mask_bounds, 0, query, query + num_rows - 1);
 }
 
+/* Bounds of the keys of all rows of each vector. */
+static void bound_vectors(fa_flex_view *view, int vec_rows) {
+    memset(view->vectors, 0, sizeof view->vectors);
+    for (int row = 0; row < ROWS; row += vec_rows) {
+        fa_flex_row_bounds x = {255, 0, 0, 255};
+        for (int i = row; i < row + vec_rows; i++) {
+            const uint8_t from = view->first[i], to = view->end[i];
+            x.low = from < x.low ? from : x.low, x.most = from > x.most ? from : x.most;
+            x.high = to > x.high ? to : x.high, x.least = to < x.least ? to : x.least;
+        }
+        view->vectors[row / vec_rows] = x;
+    }
+}
+
 int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_programs *programs, int64_t b_idx, int64_t head,
                     int64_t row, int num_rows, int64_t block, fa_flex_view *view, uint64_t *bits) {
     const fa_flex_block_map *m = &seen->map;
@@ -164,6 +178,7 @@ int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_programs *programs, 
         is_all &= history[w].always == rows.word[w];
         view->has_gaps |= history[w].gaps != 0;
     }
+    bound_vectors(view, seen->vec_rows);
     return is_all ? FA_FLEX_SEES_ALL : any ? FA_FLEX_SEES_SOME : FA_FLEX_SEES_NOTHING;
 }
 
@@ -216,10 +231,12 @@ static int64_t number_views(const fa_flex_seen *seen) {
     return count;
 }
 
-fa_flex_seen fa_flex_new_seen(const fa_problem *p, const fa_flex_block_map *map, int block_q, int block_kv) {
+fa_flex_seen fa_flex_new_seen(const fa_problem *p, const fa_flex_block_map *map, int block_q, int block_kv,
+                              int vec_rows) {
     fa_flex_seen seen = {.p = p,
                          .map = *map,
                          .block_kv = block_kv,
+                         .vec_rows = vec_rows,
                          .band_rows = ROWS / block_q * block_q,
                          .blocks = (p->len_kv + block_kv - 1) / block_kv};
     seen.bands = (p->len_q + seen.band_rows - 1) / seen.band_rows;

@@ -14,6 +14,7 @@
 #include "flex/evaluate.h"
 #include "flex_programs.h"
 #include "flex_seen.h"
+#include "lanes.h"
 
 /* The lanes of a tile: valid_lanes rows of a head from `row` on. The mods call the first one `query`. Keys count from
  * the start of the block, which begins at key `block` and has num_keys keys of the sequence. */
@@ -62,31 +63,18 @@ typedef struct {
     int row; /* of the view: lane 0 */
 } flex_sight;
 
-/* Bounds of the lanes: the least first key, the greatest end, the greatest first key, the least end. */
-static inline void flex_bounds_of(const uint8_t *first, const uint8_t *end, int lanes, uint8_t bounds[4]) {
-    uint8_t low[16], high[16], most[16], least[16];
-    memset(low, 255, 16), memset(high, 0, 16), memset(most, 0, 16), memset(least, 255, 16);
-    for (int lane = 0; lane < lanes; lane += 16)
-        for (int i = 0; i < 16; i++) {
-            const uint8_t from = first[lane + i], to = end[lane + i];
-            low[i] = from < low[i] ? from : low[i], most[i] = from > most[i] ? from : most[i];
-            high[i] = to > high[i] ? to : high[i], least[i] = to < least[i] ? to : least[i];
-        }
-    for (int i = 0; i < 16; i++) {
-        bounds[0] = low[i] < bounds[0] ? low[i] : bounds[0], bounds[1] = high[i] > bounds[1] ? high[i] : bounds[1];
-        bounds[2] = most[i] > bounds[2] ? most[i] : bounds[2], bounds[3] = least[i] < bounds[3] ? least[i] : bounds[3];
+/* Sets the bounds of all lanes to those of a block seen whole. */
+static inline void flex_bound_whole(fa_lane_bounds *b, int lanes, int num_keys) {
+    for (int lane = 0; lane < lanes; lane += LANES) {
+        vec_store(b->first + lane, vec_set(0.0f));
+        vec_store(b->end + lane, vec_set((float)num_keys));
+        b->vec_first[lane / LANES] = 0;
+        b->vec_end[lane / LANES] = num_keys;
     }
 }
 
-static inline void flex_add_block(int lanes, const uint8_t *restrict keys, int64_t block, int64_t *restrict sums) {
-    for (int group = 0; group < lanes; group += 16)
-        for (int i = group; i < group + 16; i++) sums[i] = block + keys[i];
-}
-
-/* Finds what the tile sees, and for each lane keys [first, end) of the sequence from the first to the last one. Returns
- * false if no lane sees a key. A lane with first[lane] >= end[lane] sees none. Lanes behind valid_lanes see all keys or
- * none. */
-OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, int64_t *first, int64_t *end,
+/* Finds what the tile sees. Returns false if no lane sees a key. Lanes behind valid_lanes see all keys or none. */
+OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, fa_lane_bounds *b,
                        flex_sight *sight) {
     const fa_flex_view *view = &own->view[own->next];
     int32_t kind = FA_FLEX_NOT_FOUND;
@@ -103,19 +91,20 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
         sight->row = (int)(t->row % seen->band_rows);
     }
     if (kind == FA_FLEX_SEES_NOTHING) return false;
-    int64_t low = 0, high = t->num_keys, most = 0, least = t->num_keys;
+    int low = 0, high = t->num_keys, most = 0, least = t->num_keys;
     if (kind == FA_FLEX_SEES_ALL) {
-        for (int lane = 0; lane < t->lanes; lane++) {
-            first[lane] = t->block;
-            end[lane] = t->block + t->num_keys;
-        }
+        flex_bound_whole(b, t->lanes, t->num_keys);
     } else {
-        const uint8_t *from = view->first + sight->row, *to = view->end + sight->row;
-        uint8_t bounds[4] = {255, 0, 0, 255};
-        flex_bounds_of(from, to, t->lanes, bounds);
-        low = bounds[0], high = bounds[1], most = bounds[2], least = bounds[3];
-        flex_add_block(t->lanes, from, t->block, first);
-        flex_add_block(t->lanes, to, t->block, end);
+        low = 255, high = 0, most = 0, least = 255;
+        for (int lane = 0; lane < t->lanes; lane += LANES) {
+            const fa_flex_row_bounds x = view->vectors[(sight->row + lane) / LANES];
+            low = x.low < low ? x.low : low, high = x.high > high ? x.high : high;
+            most = x.most > most ? x.most : most, least = x.least < least ? x.least : least;
+            b->vec_first[lane / LANES] = x.low;
+            b->vec_end[lane / LANES] = x.high;
+            vec_store(b->first + lane, vec_load_bytes(view->first + sight->row + lane));
+            vec_store(b->end + lane, vec_load_bytes(view->end + sight->row + lane));
+        }
         sight->has_gaps = view->has_gaps;
     }
     sight->begin = low / WORD_ELEMS * WORD_ELEMS, sight->end = high;
@@ -137,16 +126,16 @@ static inline void flex_hide_line(int lanes, uint8_t *restrict line, uint8_t key
         for (int i = group; i < group + 16; i++) line[i] = (uint8_t)(key - first[i]) >= num[i];
 }
 
-/* Fills `hidden` for keys [begin, end) of the block. A lane with first[lane] >= end[lane] sees none of them. */
-OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, int64_t begin, int64_t end, const int64_t *first,
-                       const int64_t *lane_end, uint8_t *hidden) {
+/* Fills `hidden` for keys [begin, end) of the block. */
+OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, const fa_lane_bounds *b, int64_t begin, int64_t end,
+                       uint8_t *hidden) {
     uint8_t low[FA_FLEX_TILE], num[FA_FLEX_TILE];
     uint64_t sees[FA_FLEX_TILE / 64] = {0};
     bool is_seen_whole = !sight->masked && end <= t->num_keys;
     for (int lane = 0; lane < t->lanes; lane++) {
-        const bool is_seen = first[lane] < lane_end[lane];
-        low[lane] = (uint8_t)(first[lane] - t->block);
-        num[lane] = (uint8_t)(is_seen ? lane_end[lane] - first[lane] : 0);
+        const bool is_seen = b->first[lane] < b->end[lane];
+        low[lane] = (uint8_t)b->first[lane];
+        num[lane] = (uint8_t)(is_seen ? b->end[lane] - b->first[lane] : 0);
         sees[lane / 64] |= (uint64_t)is_seen << (lane % 8 * 8 + lane % 64 / 8);
         is_seen_whole &= is_seen;
     }
