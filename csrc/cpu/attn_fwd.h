@@ -63,6 +63,7 @@ typedef struct {
     int64_t block;                      /* first key of the block */
     const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
+    int num_steps;                      /* tiles that may see the block, and have not met it yet */
     const char **pieces;                /* storage of soon */
     fetch_queue soon;
     bool finite;              /* all packed elements of V are finite */
@@ -102,12 +103,18 @@ static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, i
     return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, key, min_i64(key_end, t->s.len_kv), first, end);
 }
 
-/* Flex: adds what the tiles see of keys [key, key_end) to the table. */
-static void find_views(const fwd_task *t, int64_t key, int64_t key_end) {
+/* Whether the block that starts at key `block` meets the keys from the first to the last one that the tile sees. */
+static bool may_see(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
+    return tile->first_key < block + t->job->layout.block_kv && tile->end_key > block;
+}
+
+/* Flex: adds what the tiles see to the table. */
+static void find_views(const fwd_task *t) {
     for (int i = 0; i < t->num_tiles; i++) {
         const fa_fwd_tile *tile = &t->tiles[i];
-        fa_flex_see_task(&t->job->seen, t->programs, t->s.b_idx, tile->head[0], tile->row[0],
-                         tile->row[0] + tile->valid_lanes, key, key_end);
+        if (tile->first_key < tile->end_key)
+            fa_flex_see_task(&t->job->seen, t->programs, t->s.b_idx, tile->head[0], tile->row[0],
+                             tile->row[0] + tile->valid_lanes, tile->first_key, tile->end_key);
     }
 }
 
@@ -146,9 +153,12 @@ static void list_lanes(const fwd_task *t, const fa_view *view, fa_dtype dtype, c
         for (int lane = 0; lane < lanes; lane++) rows[lane] = query_row(t, view, dtype, tile, lane);
         return;
     }
-    char *first = query_row(t, view, dtype, tile, 0);
+    char *row = query_row(t, view, dtype, tile, 0);
     const int64_t distance = view->stride_row * DTYPE_BYTES(dtype);
-    for (int lane = 0; lane < lanes; lane++) rows[lane] = first + (tile->row[lane] - tile->row[0]) * distance;
+    for (int lane = 0; lane < lanes; lane++) {
+        rows[lane] = row;
+        if (lane + 1 < tile->valid_lanes) row += distance;
+    }
 }
 
 static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
@@ -233,7 +243,7 @@ typedef struct {
 static bool find_flex_step(const fwd_task *t, fa_fwd_tile *tile, fwd_step *step) {
     const fa_flex *flex = t->p->flex;
     const flex_tile lanes = flex_tile_at(t, tile, t->block);
-    if (tile->first_key >= t->block + t->job->layout.block_kv || tile->end_key <= t->block) return false;
+    if (!may_see(t, tile, t->block)) return false;
     if (!flex_look(&t->job->seen, &lanes, t->own_views, &step->bounds, &step->sight)) return false;
     step->begin = step->sight.begin;
     step->end = step->sight.end;
@@ -277,6 +287,13 @@ static void fetch_task(fwd_task *t, const fa_task *task) {
     int64_t row, row_end, key, key_end;
     fa_tile_rows(p, &s, l->block_q, task->begin, task->begin + 1, &row, &row_end);
     fa_rows_keys(p, &s, row, row_end, &key, &key_end);
+    if (p->flex) {
+        const fa_flex_block_map *map = &t->job->seen.map;
+        const int64_t first = fa_flex_mask_row(map, task->b_idx, row), tile = task->begin % g;
+        const uint8_t *kinds = fa_flex_kinds_of(map, task->b_idx, task->head_kv * g + tile);
+        fa_flex_find_keys(map, kinds, first, first + row_end - row, key, key_end, &key, &key_end);
+        key = key / l->block_kv * l->block_kv;
+    }
     key_end = min_i64(key_end, key + l->block_kv);
     for (int64_t i = 0; i < min_i64((row_end - row) * g, l->block_q); i++) {
         const char *q =
@@ -297,11 +314,12 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
     const fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t row_bytes = longest_row(t->p);
-    const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - step->tile);
+    const int64_t share = (t->num_next - t->num_fetched) / (t->num_steps > 1 ? t->num_steps : 1);
     const char *rows[FA_MAX_BLOCK_Q];
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
     t->num_fetched += share;
+    t->num_steps--;
     if (t->num_open < t->num_tiles && t->num_open >= t->num_asked) {
         const fa_fwd_tile *next = &t->tiles[t->num_open];
         t->num_asked = t->num_open + 1;
@@ -534,7 +552,8 @@ static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
     for (block += block_kv; t->p->flex && block < end_key; block += block_kv) {
         int64_t first, end;
         for (int i = 0; i < t->num_tiles; i++)
-            if (find_keys(t, &t->tiles[i], block, block + block_kv, &first, &end)) return block;
+            if (may_see(t, &t->tiles[i], block) && find_keys(t, &t->tiles[i], block, block + block_kv, &first, &end))
+                return block;
     }
     return block;
 }
@@ -578,7 +597,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
             first_key = min_i64(first_key, t.tiles[i].first_key);
             end_key = max_i64(end_key, t.tiles[i].end_key);
         }
-        find_views(&t, first_key, end_key);
+        find_views(&t);
     }
     for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key;) {
         const int64_t begin = max_i64(first_key - t.block, 0), end = min_i64(end_key - t.block, l->block_kv);
@@ -588,6 +607,8 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
         pack_block(&t, begin, end);
         t.num_next = next < end_key ? 2 * l->block_kv : 0;
         t.num_fetched = 0;
+        t.num_steps = 0;
+        for (int i = 0; i < t.num_tiles; i++) t.num_steps += may_see(&t, &t.tiles[i], t.block);
         if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, l->block_kv), t.next_rows);
         t.next_task = next >= end_key ? fa_next_task(job->list) : NULL;
         step_tiles(&t);
