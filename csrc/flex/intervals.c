@@ -43,10 +43,24 @@ static interval of_element(fa_flex_dtype dtype, const void *data, int64_t at) {
     return isnan(real) ? anything(FA_FLEX_F64) : of_reals(real, real, false);
 }
 
-/* Elements [from, to] of a capture of rank 1. */
+#define SCAN(name, element)                                                               \
+    static interval name(const element *data, int64_t stride, int64_t from, int64_t to) { \
+        element lo = data[from * stride], hi = lo;                                        \
+        for (int64_t i = from + 1; i <= to; i++) {                                        \
+            const element x = data[i * stride];                                           \
+            lo = x < lo ? x : lo, hi = x > hi ? x : hi;                                   \
+        }                                                                                 \
+        return of_ints(lo, hi);                                                           \
+    }
+SCAN(scan_i32, int32_t)
+SCAN(scan_i64, int64_t)
+
+/* Elements [from, to] of a capture of rank 1. The dtypes that index tables often have loops of their own. */
 static interval of_elements(const fa_flex_bound *bound, int capture, int64_t from, int64_t to) {
     const fa_flex_dtype dtype = (fa_flex_dtype)bound->program->captures[capture].dtype;
     const fa_flex_capture *c = &bound->captures[capture];
+    if (dtype == FA_FLEX_OF_I32) return scan_i32(c->data, c->stride[0], from, to);
+    if (dtype == FA_FLEX_OF_I64) return scan_i64(c->data, c->stride[0], from, to);
     interval all = of_element(dtype, c->data, from * c->stride[0]);
     for (int64_t i = from + 1; i <= to; i++)
         all = hull((uint8_t)fa_flex_type_of(dtype), all, of_element(dtype, c->data, i * c->stride[0]));
@@ -112,6 +126,7 @@ static interval gather(const fa_flex_bound *bound, const fa_flex_tables *tables,
     if (tables && tables->pieces[x->source])
         return of_pieces(bound, tables->pieces[x->source], x->source, from[0], to[0]);
     if (volume > MOST_SCANNED) return anything(x->result);
+    if (x->num_operands == 1) return of_elements(bound, x->source, from[0], to[0]);
     interval all = {0};
     for (bool is_first = true;; is_first = false) {
         int64_t place = 0;
