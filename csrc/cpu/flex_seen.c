@@ -82,7 +82,8 @@ enum { STRIP = 16, STRIPS = FA_FLEX_TILE / STRIP }; /* keys for which one answer
 
 /* What the bounds of the mask_mod tell of 64 rows and the strips of keys of a block: a bit for each strip. */
 typedef struct {
-    uint8_t told, allowed;
+    uint8_t told, allowed; /* all pairs are allowed, or none */
+    uint8_t same;          /* a row sees all keys, or none */
 } strip_bits;
 
 static void look_at_strips(const fa_flex_programs *programs, int64_t b_idx, int64_t head, int64_t query, int num_rows,
@@ -97,8 +98,10 @@ static void look_at_strips(const fa_flex_programs *programs, int64_t b_idx, int6
         fa_flex_bound_keys(bounds, block + key, block + least(key + STRIP, num_keys) - 1);
         for (int w = 0; 64 * w < num_rows; w++) {
             const fa_flex_interval x = fa_flex_bound_block(bounds, w);
-            strips[w].told |= (uint8_t)((x.hi == 0 || x.lo != 0) << key / STRIP);
+            const bool told = x.hi == 0 || x.lo != 0;
+            strips[w].told |= (uint8_t)(told << key / STRIP);
             strips[w].allowed |= (uint8_t)((x.lo != 0) << key / STRIP);
+            strips[w].same |= (uint8_t)((!told && fa_flex_bound_is_same(bounds, w)) << key / STRIP);
         }
     }
 }
@@ -161,10 +164,11 @@ int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_programs *programs, 
                 }
                 if (!has_started) start(programs, b_idx, head, query + 64 * w, rows, block, num_keys);
                 has_started = true;
-                for (; key < stop; key++) {
+                while (key < stop) {
                     const uint8_t *allowed = fa_flex_line(programs->mask, (int)key, NULL, NULL);
                     note(first, end, &history, key, c.full | (c.partial & bits_of(allowed)));
-                    bits[key * WORDS + w] = history.now;
+                    const int64_t next = strips[w].same >> strip & 1 ? stop : key + 1;
+                    for (; key < next; key++) bits[key * WORDS + w] = history.now;
                 }
             }
         }

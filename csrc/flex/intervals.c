@@ -152,6 +152,7 @@ struct fa_flex_intervals {
     int32_t *order;                    /* instructions, the steps one after the other */
     int32_t first[NUM_STEPS + 1];
     uint8_t *is_of_rows; /* [num_instructions] */
+    uint8_t *is_same;    /* [num_instructions], of fa_flex_bound_is_same */
     interval index[4];
 };
 
@@ -222,6 +223,27 @@ fa_flex_interval fa_flex_bound_block(fa_flex_intervals *v, int slot) {
     return v->is_of_rows[last] ? v->rows[slot][last] : v->values[last];
 }
 
+/* Whether the bounds leave one value. Zeros are two values: 1 / 0 tells their signs. */
+static bool is_one(uint8_t type, interval x) {
+    if (type == FA_FLEX_BOOL || type == FA_FLEX_I64) return x.lo == x.hi;
+    return x.low == x.high && x.low != 0 && !x.nan;
+}
+
+/* A value is the same for all of the keys if it does not depend on the key, if its bounds leave one value, or if it is
+ * an operation on such values. */
+bool fa_flex_bound_is_same(fa_flex_intervals *v, int slot) {
+    const fa_flex_program *p = v->bound->program;
+    const int32_t last = p->num_instructions - 1;
+    for (int32_t idx = 0; idx <= last; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        bool same = x->num_operands > 0;
+        for (int i = 0; i < x->num_operands; i++) same &= v->is_same[x->operand[i]];
+        const interval bounds = v->is_of_rows[idx] ? v->rows[slot][idx] : v->values[idx];
+        v->is_same[idx] = !(x->depends & (FA_FLEX_ON_KV | FA_FLEX_ON_SCORE)) || same || is_one(x->result, bounds);
+    }
+    return v->is_same[last];
+}
+
 fa_flex_intervals *fa_flex_intervals_new(const fa_flex_bound *bound, const fa_flex_tables *tables) {
     const fa_flex_program *p = bound->program;
     const size_t num = (size_t)p->num_instructions;
@@ -232,7 +254,8 @@ fa_flex_intervals *fa_flex_intervals_new(const fa_flex_bound *bound, const fa_fl
     v->values = calloc(num * (FA_FLEX_ROW_SLOTS + 1), sizeof *v->values);
     v->order = malloc(num * sizeof *v->order);
     v->is_of_rows = malloc(num);
-    if (!v->values || !v->order || !v->is_of_rows) {
+    v->is_same = malloc(num);
+    if (!v->values || !v->order || !v->is_of_rows || !v->is_same) {
         fa_flex_intervals_free(v);
         return NULL;
     }
@@ -253,6 +276,7 @@ void fa_flex_intervals_free(fa_flex_intervals *v) {
     free(v->values);
     free(v->order);
     free(v->is_of_rows);
+    free(v->is_same);
     free(v);
 }
 
