@@ -169,6 +169,19 @@ static void list_outputs(const fwd_task *t, const fa_fwd_tile *tile, int lanes, 
     list_lanes(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, lanes, rows);
 }
 
+/* Adds the rows of a tile to the prefetch queue. */
+static void fetch_lanes_later(fwd_task *t, const fa_view *view, fa_dtype dtype, const fa_fwd_tile *tile,
+                              int64_t row_bytes) {
+    if (fa_stacks_heads(t->p)) {
+        char *rows[FA_MAX_BLOCK_Q];
+        list_lanes(t, view, dtype, tile, tile->valid_lanes, rows);
+        fetch_later(&t->soon, (const char *const *)rows, tile->valid_lanes, row_bytes);
+    } else {
+        fetch_even_later(&t->soon, query_row(t, view, dtype, tile, 0), view->stride_row * DTYPE_BYTES(dtype),
+                         tile->valid_lanes, row_bytes);
+    }
+}
+
 static void open_tile(const fwd_task *t, int i) {
     const fa_fwd_layout *l = &t->job->layout;
     fa_fwd_tile *tile = &t->tiles[i];
@@ -315,7 +328,6 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
     const fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t row_bytes = longest_row(t->p);
     const int64_t share = (t->num_next - t->num_fetched) / (t->num_steps > 1 ? t->num_steps : 1);
-    const char *rows[FA_MAX_BLOCK_Q];
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
     t->num_fetched += share;
@@ -323,14 +335,10 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
     if (t->num_open < t->num_tiles && t->num_open >= t->num_asked) {
         const fa_fwd_tile *next = &t->tiles[t->num_open];
         t->num_asked = t->num_open + 1;
-        list_queries(t, &t->p->q, next, rows);
-        fetch_later(&t->soon, rows, next->lanes, row_bytes);
+        fetch_lanes_later(t, &t->p->q, t->p->dtype, next, row_bytes);
     }
-    if (tile->end_key <= t->block + l->block_kv) {
-        char *outputs[FA_MAX_BLOCK_Q];
-        list_outputs(t, tile, tile->lanes, outputs);
-        fetch_later(&t->soon, (const char *const *)outputs, tile->lanes, row_bytes);
-    }
+    if (tile->end_key <= t->block + l->block_kv)
+        fetch_lanes_later(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, row_bytes);
     if (t->next_task && step->tile == t->num_tiles - 1) fetch_task(t, t->next_task);
     const int64_t patches = (step->end - step->begin + l->columns) / (tile->lanes <= 2 * LANES ? 8 : UNROLL_ROWS) + 1;
     t->soon.pieces_per_patch =
@@ -450,10 +458,9 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
         softmax_seen(t, step, has_options ? &options : NULL);
     else
         softmax_part(t, step, has_options ? &options : NULL, 0, lanes, begin, end);
-    uint32_t differs = 0; /* of alpha from 1 */
-    for (int group = 0; group < lanes; group += LANES)
-        for (int lane = group; lane < group + LANES; lane++) differs |= fa_bits_of(step->alpha[lane]) ^ 0x3f800000;
-    step->rescales = differs != 0;
+    vec lowest = vec_set(1.0f); /* alpha, which is never above 1 */
+    for (int lane = 0; lane < lanes; lane += LANES) lowest = vec_min(vec_load(step->alpha + lane), lowest);
+    step->rescales = mask_any(vec_lt(lowest, vec_set(1.0f)));
 }
 
 /* O^T = O^T alpha + V^T P. No multiplication is needed where alpha is 1. Padding rows of V^T are zero, so the product

@@ -205,12 +205,13 @@ static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
 static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     const fa_bwd_layout *l = &t->job->layout;
     const int64_t row_bytes = bwd_longest_row(t->p);
-    const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - i);
+    const int64_t share = (t->num_next - t->num_fetched) / (t->num_steps > 1 ? t->num_steps : 1);
     const char *rows[FA_MAX_BLOCK_Q_BWD];
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
     bwd_fetch_gradients(t, t->num_fetched / 2, share / 2);
     t->num_fetched += share;
+    t->num_steps--;
     int next = t->num_open;
     while (next < t->num_tiles && !bwd_sees(t->job, &t->s, &t->tiles[next], t->keys_begin, t->keys_end)) next++;
     for (int is_dout = 0; is_dout < 2 && next < t->num_tiles; is_dout++) {
