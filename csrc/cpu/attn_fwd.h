@@ -182,6 +182,14 @@ static void fetch_lanes_later(fwd_task *t, const fa_view *view, fa_dtype dtype, 
     }
 }
 
+/* O^T = 0 for lanes [lane, lane_end) of a tile. */
+static void start_output(const fwd_task *t, int i, int64_t lane, int64_t lane_end) {
+    const fa_fwd_layout *l = &t->job->layout;
+    float *o_t = t->o_t + i * l->columns * l->block_q;
+    for (int64_t c = 0; c < l->columns && lane < lane_end; c++, o_t += t->tiles[i].lanes)
+        memset(o_t + lane, 0, (size_t)(lane_end - lane) * sizeof(float));
+}
+
 static void open_tile(const fwd_task *t, int i) {
     const fa_fwd_layout *l = &t->job->layout;
     fa_fwd_tile *tile = &t->tiles[i];
@@ -198,7 +206,8 @@ static void open_tile(const fwd_task *t, int i) {
         list_queries(t, &t->p->qv, tile, rows);
         pack_lanes(q_t + l->k_words * tile->lanes, tile->lanes, rows, tile->lanes, t->p->d_v, t->p->dtype);
     }
-    memset(t->o_t + i * l->columns * l->block_q, 0, (size_t)(l->columns * tile->lanes) * sizeof(float));
+    tile->is_started = PRODUCT_OVERLAPS;
+    if (PRODUCT_OVERLAPS) start_output(t, i, 0, tile->lanes);
 }
 
 /* ---- pack a block of keys ---- */
@@ -209,15 +218,15 @@ static void list_keys(const fwd_task *t, int64_t block, int64_t begin, int64_t e
     const int64_t bytes = DTYPE_BYTES(p->dtype), block_kv = t->job->layout.block_kv;
     for (int is_v = 0; is_v < 2; is_v++, rows += block_kv) {
         const fa_view *view = is_v ? &p->v : &p->k;
-        const char *row = NULL;
-        memset(rows, 0, (size_t)block_kv * sizeof *rows);
-        for (int64_t j = begin; j < end; j++) {
-            if (row && !p->paged)
-                row += view->stride_row * bytes;
-            else
-                row = (const char *)view->data + fa_key_offset(p, view, &t->s, block + j, t->head_kv) * bytes;
-            rows[j] = row;
-        }
+        for (int64_t j = 0; j < begin; j++) rows[j] = NULL;
+        for (int64_t j = end; j < block_kv; j++) rows[j] = NULL;
+        const char *row = (const char *)view->data, *first = row;
+        if (begin < end) first += fa_key_offset(p, view, &t->s, block + begin, t->head_kv) * bytes;
+        if (!p->paged)
+            for (int64_t j = begin; j < end; j++) rows[j] = first + (j - begin) * view->stride_row * bytes;
+        else
+            for (int64_t j = begin; j < end; j++)
+                rows[j] = row + fa_key_offset(p, view, &t->s, block + j, t->head_kv) * bytes;
     }
 }
 
@@ -463,11 +472,13 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
     step->rescales = mask_any(vec_lt(lowest, vec_set(1.0f)));
 }
 
-/* O^T = O^T alpha + V^T P. No multiplication is needed where alpha is 1. Padding rows of V^T are zero, so the product
- * takes whole groups of rows. */
+/* O^T = O^T alpha + V^T P. No multiplication is needed where alpha is 1, and no addition in the tile's first step.
+ * Padding rows of V^T are zero, so the product takes whole groups of rows. */
 static void step_output(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
-    const int64_t lanes = t->tiles[step->tile].lanes;
+    fa_fwd_tile *tile = &t->tiles[step->tile];
+    const int64_t lanes = tile->lanes;
+    const bool is_first = !tile->is_started;
     product_args output = {.a = t->v_t + step->begin / WORD_ELEMS,
                            .a_stride = l->v_stride,
                            .b = step->p + step->begin / WORD_ELEMS * lanes,
@@ -479,13 +490,20 @@ static void step_output(fwd_task *t, const fwd_step *step) {
                            .num_vecs = (int)(lanes / LANES),
                            .alpha = step->alpha,
                            .soon = &t->soon};
-    if (step->masked && !PRODUCT_OVERLAPS)
-        product_keys_seen(step->rescales ? product_rescale : product_add, &output, &step->bounds, step->begin);
-    else
-        product_later(&t->queue, step->rescales ? PRODUCT_RESCALE : PRODUCT_ADD, &output);
+    tile->is_started = true;
+    if (step->masked && !PRODUCT_OVERLAPS) {
+        for (int vec = 0; is_first && vec < lanes / LANES; vec++)
+            if (step->bounds.vec_first[vec] >= step->bounds.vec_end[vec])
+                start_output(t, step->tile, vec * LANES, (vec + 1) * LANES);
+        product_keys_seen(is_first         ? product_scores
+                          : step->rescales ? product_rescale
+                                           : product_add,
+                          &output, &step->bounds, step->begin);
+    } else {
+        product_later(&t->queue, is_first ? PRODUCT_STORE : step->rescales ? PRODUCT_RESCALE : PRODUCT_ADD, &output);
+    }
     if (t->finite) return;
     product_finish(&t->queue);
-    const fa_fwd_tile *tile = &t->tiles[step->tile];
     for (int64_t key = step->begin; key < step->end; key++) {
         const char *v_row = t->key_rows[l->block_kv + key];
         if (v_row)

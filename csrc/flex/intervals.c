@@ -11,6 +11,7 @@
 #include "cuda/flex_bounds.h" /* behind the others */
 
 enum { PIECE = 64, MOST_SCANNED = 1024 }; /* elements of a capture */
+enum { MOST_READ = 3 };                   /* operands that bound_op reads, whatever their number */
 typedef enum { HEAD, ROWS, KEYS, ROW, NUM_STEPS } step;
 
 static interval of_number(uint8_t type, fa_flex_number number) {
@@ -191,11 +192,12 @@ static void run_step(fa_flex_intervals *v, step now, interval *rows) {
     const fa_flex_program *p = v->bound->program;
     for (int32_t i = v->first[now]; i < v->first[now + 1]; i++) {
         const fa_flex_instruction *x = &p->instructions[v->order[i]];
-        interval in[FA_FLEX_MAX_OPERANDS] = {{{0}, {0}, false}};
+        interval in[FA_FLEX_MAX_OPERANDS];
         for (int j = 0; j < x->num_operands; j++) {
             const int32_t operand = x->operand[j];
             in[j] = v->is_of_rows[operand] ? rows[operand] : v->values[operand];
         }
+        for (int j = x->num_operands; j < MOST_READ; j++) in[j] = (interval){0};
         (now == ROWS ? rows : v->values)[v->order[i]] = bound_value(v, x, in);
     }
 }
