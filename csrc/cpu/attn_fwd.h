@@ -251,12 +251,15 @@ static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
 /* One tile on one block: the values that the products and the softmax pass to each other. */
 typedef struct {
     int tile;
-    int64_t begin, end; /* keys of the block; begin is a multiple of WORD_ELEMS */
-    bool masked, adjusts, runs_flex;
+    int64_t begin, end;    /* keys of the block; begin is a multiple of WORD_ELEMS */
+    bool masked;           /* some lane does not see all of the keys */
+    bool adjusts;          /* scores get options before the softmax; a mask alone is none, unless products overlap */
+    bool runs_flex;        /* a score_mod, or bytes that mark the masked pairs */
     flex_sight sight;      /* flex */
     fa_lane_bounds bounds; /* if masked, or flex */
-    bool rescales;         /* some alpha is not 1 */
-    float *scores, *p;     /* S^T and P, in the same buffer unless products overlap the softmax */
+    fa_strip strips[FA_MAX_BLOCK_KV / PRODUCT_STRIP_A]; /* if masked and not adjusted */
+    bool rescales;                                      /* some alpha is not 1 */
+    float *scores, *p; /* S^T and P, in the same buffer unless products overlap the softmax */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
 } fwd_step;
 
@@ -271,7 +274,7 @@ static bool find_flex_step(const fwd_task *t, fa_fwd_tile *tile, fwd_step *step)
     step->end = step->sight.end;
     step->masked = step->sight.masked;
     step->runs_flex = flex->score || flex->max_scores.data || !t->finite || step->sight.has_gaps;
-    step->adjusts = step->runs_flex || step->masked || !(t->scale > 0);
+    step->adjusts = step->runs_flex || (step->masked && PRODUCT_OVERLAPS) || !(t->scale > 0);
     return true;
 }
 
@@ -292,7 +295,8 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
         step->runs_flex = false;
         step->masked = x->common_first > t->block + step->begin || x->common_end < end;
         if (step->masked) fa_bound_lanes(&step->bounds, x->first, x->end, x->lanes, t->block, t->job->layout.block_kv);
-        step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || t->p->bias.data || !(t->scale > 0);
+        step->adjusts = (step->masked && PRODUCT_OVERLAPS) || t->p->softcap > 0 || t->p->alibi_slopes ||
+                        t->p->bias.data || !(t->scale > 0);
         return true;
     }
     return false;
@@ -380,7 +384,7 @@ static void step_scores(fwd_task *t, fwd_step *step) {
                            .lane_max = step->new_max,
                            .soon = &t->soon};
     if (step->masked && !PRODUCT_OVERLAPS)
-        product_scores_seen(&scores, &step->bounds, step->begin);
+        product_scores_seen(&scores, &step->bounds, step->begin, step->adjusts ? NULL : step->strips);
     else
         product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
 }
@@ -417,6 +421,23 @@ static void softmax_part(fwd_task *t, fwd_step *step, const score_options *optio
         softmax_step_scaling(&softmax);
 }
 
+/* Masks lanes [lane, lane_end) on keys [begin, end), except in strips that these lanes see whole. */
+static void mask_part(const fwd_task *t, fwd_step *step, int64_t lane, int64_t lane_end, int64_t begin, int64_t end) {
+    const int64_t lanes = t->tiles[step->tile].lanes;
+    for (int64_t key = begin, stop; key < end; key = stop) {
+        int64_t masked_end = key;
+        for (stop = key; stop < end && masked_end == stop;) { /* joins strips */
+            const int64_t strip = (stop - step->begin) / PRODUCT_STRIP_A;
+            const fa_strip *x = &step->strips[strip];
+            stop = min_i64(step->begin + (strip + 1) * PRODUCT_STRIP_A, end);
+            if (!x->is_full || lane < x->vec * LANES || lane_end > x->vec_end * LANES) masked_end = stop;
+        }
+        if (key < masked_end)
+            scores_mask(step->scores + lane, lanes, lane_end - lane, key, masked_end, step->bounds.first + lane,
+                        step->bounds.end + lane, t->scale, step->new_max + lane);
+    }
+}
+
 /* Takes the same lanes and keys together as the product V^T P does. */
 static void softmax_seen(fwd_task *t, fwd_step *step, const score_options *options) {
     const fa_fwd_tile *tile = &t->tiles[step->tile];
@@ -424,10 +445,12 @@ static void softmax_seen(fwd_task *t, fwd_step *step, const score_options *optio
     fa_lanes_seen x;
     for (int64_t lane = 0; lane < tile->lanes; lane = x.lane_end) {
         x = fa_next_lanes(&step->bounds, lane, tile->lanes, step->begin, most);
-        if (x.key < x.stop)
-            softmax_part(t, step, options, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
-        else
+        if (x.key == x.stop) {
             for (int64_t i = lane; i < x.lane_end; i++) step->alpha[i] = 1.0f;
+            continue;
+        }
+        if (!step->adjusts) mask_part(t, step, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
+        softmax_part(t, step, options, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
     }
 }
 

@@ -114,8 +114,8 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, const 
     dprob.c = t->dprob + from * lanes, dprob.num_words = (p->d_v + WORD_ELEMS - 1) / WORD_ELEMS;
     const bool masked = bwd_is_masked(t, tile, begin, end);
     if (masked && !PRODUCT_OVERLAPS) {
-        product_scores_seen(&scores, bounds, begin);
-        product_scores_seen(&dprob, bounds, begin);
+        product_scores_seen(&scores, bounds, begin, NULL);
+        product_scores_seen(&dprob, bounds, begin, NULL);
     } else {
         product_scores(&scores);
         product_scores(&dprob);

@@ -68,8 +68,8 @@ static inline void flex_bound_whole(fa_lane_bounds *b, int lanes, int num_keys) 
     for (int lane = 0; lane < lanes; lane += LANES) {
         vec_store(b->first + lane, vec_set(0.0f));
         vec_store(b->end + lane, vec_set((float)num_keys));
-        b->vec_first[lane / LANES] = 0;
-        b->vec_end[lane / LANES] = num_keys;
+        b->vec_first[lane / LANES] = b->common_first[lane / LANES] = 0;
+        b->vec_end[lane / LANES] = b->common_end[lane / LANES] = num_keys;
     }
 }
 
@@ -102,6 +102,8 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
             most = x.most > most ? x.most : most, least = x.least < least ? x.least : least;
             b->vec_first[lane / LANES] = x.low;
             b->vec_end[lane / LANES] = x.high;
+            b->common_first[lane / LANES] = x.most;
+            b->common_end[lane / LANES] = x.least;
             vec_store(b->first + lane, vec_load_bytes(view->first + sight->row + lane));
             vec_store(b->end + lane, vec_load_bytes(view->end + sight->row + lane));
         }

@@ -11,7 +11,8 @@
 #include "flex/block_map.h"
 #include "partition.h"
 
-#define FA_MAX_BLOCK_Q 64
+#define FA_MAX_BLOCK_Q  64
+#define FA_MAX_BLOCK_KV 128
 
 /* One tile: the row and head of each lane, and the running state of the online softmax. Keys count from key 0 of the
  * sequence. */

@@ -34,17 +34,18 @@ static inline int fa_place_lanes(const fa_problem *p, const fa_sequence *s, int6
 
 /* What the lanes of a tile see of a block. Keys count from the start of the block. A lane sees keys [first, end), whole
  * numbers stored as floats, and no key if first >= end. A vector sees keys from the first to the last one that some of
- * its lanes see; vec_end is 0 if they see none. */
+ * its lanes see; vec_end is 0 if they see none. All of its lanes see the common keys. */
 typedef struct {
     float first[FA_MAX_BLOCK_Q_BWD], end[FA_MAX_BLOCK_Q_BWD];
     int vec_first[FA_MAX_BLOCK_Q_BWD / LANES], vec_end[FA_MAX_BLOCK_Q_BWD / LANES];
+    int common_first[FA_MAX_BLOCK_Q_BWD / LANES], common_end[FA_MAX_BLOCK_Q_BWD / LANES];
 } fa_lane_bounds;
 
 /* Sets the bounds of lanes that see keys [first, end) of the sequence. The block has num_keys keys. */
 static inline void fa_bound_lanes(fa_lane_bounds *b, const int64_t *first, const int64_t *end, int64_t lanes,
                                   int64_t block, int64_t num_keys) {
     for (int64_t group = 0; group < lanes; group += LANES) {
-        int64_t low = num_keys, high = 0;
+        int64_t low = num_keys, high = 0, most = 0, least = num_keys;
         for (int64_t lane = group; lane < group + LANES; lane++) {
             int64_t from = first[lane] - block, to = end[lane] - block;
             from = from < 0 ? 0 : from < num_keys ? from : num_keys;
@@ -53,9 +54,13 @@ static inline void fa_bound_lanes(fa_lane_bounds *b, const int64_t *first, const
             b->end[lane] = (float)to;
             low = from < to && from < low ? from : low;
             high = from < to && to > high ? to : high;
+            most = from > most ? from : most;
+            least = to < least ? to : least;
         }
         b->vec_first[group / LANES] = (int)low;
         b->vec_end[group / LANES] = (int)high;
+        b->common_first[group / LANES] = (int)most;
+        b->common_end[group / LANES] = (int)least;
     }
 }
 
@@ -82,27 +87,50 @@ static inline void fa_lanes_that_see(const fa_lane_bounds *b, int64_t lanes, int
     *lane_end = low < high ? (high + WORD_ELEMS - 1) / WORD_ELEMS * WORD_ELEMS : *lane;
 }
 
+/* The vectors [vec, vec_end) that see some key of a strip of PRODUCT_STRIP_A keys. is_full: all of their lanes see all
+ * of its keys. */
+typedef struct {
+    int vec, vec_end;
+    bool is_full;
+} fa_strip;
+
+static inline fa_strip fa_strip_at(const fa_lane_bounds *b, int64_t lanes, int64_t key, int64_t stop) {
+    fa_strip x = {.is_full = true};
+    fa_vectors_that_see(b, lanes, key, stop, &x.vec, &x.vec_end);
+    for (int v = x.vec; v < x.vec_end; v++) x.is_full &= b->common_first[v] <= key && stop <= b->common_end[v];
+    return x;
+}
+
 /* Computes scores of keys [key_0, key_0 + rows) in strips, for the vectors that see some key of the strip. Other scores
- * are not written, because the mask replaces them. */
-static inline void product_scores_seen(const product_args *p, const fa_lane_bounds *b, int64_t key_0) {
-    const int64_t lanes = p->num_vecs * LANES;
-    int vec, vec_end, next = 0, next_end = 0;
-    if (p->rows > 0) fa_vectors_that_see(b, lanes, key_0, key_0 + PRODUCT_STRIP_A, &next, &next_end);
-    for (int64_t row = 0, stop; row < p->rows; row = stop) {
-        vec = next, vec_end = next_end;
-        for (stop = row + PRODUCT_STRIP_A; stop < p->rows; stop += PRODUCT_STRIP_A) {
-            fa_vectors_that_see(b, lanes, key_0 + stop, key_0 + stop + PRODUCT_STRIP_A, &next, &next_end);
-            if (next != vec || next_end != vec_end) break; /* strips of the same vectors join */
+ * are not written, because the mask replaces them. strips: NULL, or receives the strips, and lane_max the maxima of
+ * those that are full. */
+static inline void product_scores_seen(const product_args *p, const fa_lane_bounds *b, int64_t key_0,
+                                       fa_strip *strips) {
+    const int64_t lanes = p->num_vecs * LANES, rows = p->rows;
+    fa_strip next = {0};
+    for (int64_t row = 0, stop = 0; row < rows; row = stop) {
+        if (row == 0) next = fa_strip_at(b, lanes, key_0, key_0 + (PRODUCT_STRIP_A < rows ? PRODUCT_STRIP_A : rows));
+        const fa_strip x = next;
+        while (stop < rows && next.vec == x.vec && next.vec_end == x.vec_end && next.is_full == x.is_full) {
+            if (strips) strips[stop / PRODUCT_STRIP_A] = x;
+            stop += PRODUCT_STRIP_A;
+            const int64_t next_stop = stop + PRODUCT_STRIP_A;
+            if (stop < rows) next = fa_strip_at(b, lanes, key_0 + stop, key_0 + (next_stop < rows ? next_stop : rows));
         }
-        if (stop > p->rows) stop = p->rows;
-        if (vec == vec_end) continue;
+        if (stop > rows) stop = rows;
+        if (x.vec == x.vec_end) continue;
         product_args part = *p;
         part.a += row * p->a_stride;
-        part.b += vec * LANES;
-        part.c += row * p->c_stride + vec * LANES;
+        part.b += x.vec * LANES;
+        part.c += row * p->c_stride + x.vec * LANES;
         part.rows = stop - row;
-        part.num_vecs = vec_end - vec;
-        product_scores(&part);
+        part.num_vecs = x.vec_end - x.vec;
+        if (strips && x.is_full) {
+            part.lane_max += x.vec * LANES;
+            product_scores_max(&part);
+        } else {
+            product_scores(&part);
+        }
     }
 }
 
