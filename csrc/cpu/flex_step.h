@@ -121,30 +121,28 @@ static inline void flex_hide_eight(uint8_t *line, uint64_t sees) {
     UNROLL for (int i = 0; i < 8; i++) line[i] = (uint8_t)((~sees >> 8 * i) & 1); /* one store */
 }
 
-/* Fills a line for key `key`. A lane sees `num` keys from the first one on, in bytes that wrap around. */
-static inline void flex_hide_line(int lanes, uint8_t *restrict line, uint8_t key, const uint8_t *restrict first,
-                                  const uint8_t *restrict num) {
-    for (int group = 0; group < lanes; group += 16)
-        for (int i = group; i < group + 16; i++) line[i] = (uint8_t)(key - first[i]) >= num[i];
+/* Fills a line for key `key`, of lanes that see all keys between their bounds. */
+INLINE void flex_hide_line(int lanes, uint8_t *line, int64_t key, const fa_lane_bounds *b) {
+    const vec seen = vec_set_bits(0), masked = vec_set_bits(1), j = vec_set((float)key);
+    for (int lane = 0; lane < lanes; lane += LANES) {
+        const vec_mask visible = keys_visible(vec_load(b->first + lane), vec_load(b->end + lane), j);
+        vec_store_bytes(line + lane, vec_select(visible, seen, masked), 0);
+    }
 }
 
 /* Fills `hidden` for keys [begin, end) of the block. */
 OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, const fa_lane_bounds *b, int64_t begin, int64_t end,
                        uint8_t *hidden) {
-    uint8_t low[FA_FLEX_TILE], num[FA_FLEX_TILE];
     uint64_t sees[FA_FLEX_TILE / 64] = {0};
-    bool is_seen_whole = !sight->masked && end <= t->num_keys;
-    for (int lane = 0; lane < t->lanes; lane++) {
-        const bool is_seen = b->first[lane] < b->end[lane];
-        low[lane] = (uint8_t)b->first[lane];
-        num[lane] = (uint8_t)(is_seen ? b->end[lane] - b->first[lane] : 0);
-        sees[lane / 64] |= (uint64_t)is_seen << (lane % 8 * 8 + lane % 64 / 8);
-        is_seen_whole &= is_seen;
-    }
-    if (is_seen_whole && begin >= sight->begin && end <= sight->end) {
+    bool is_seen_whole = !sight->masked && end <= t->num_keys && begin >= sight->begin && end <= sight->end;
+    for (int lane = 0; lane < t->lanes; lane += LANES)
+        is_seen_whole = is_seen_whole && !mask_any(vec_le(vec_load(b->end + lane), vec_load(b->first + lane)));
+    if (is_seen_whole) {
         memset(hidden + begin * t->lanes, 0, (size_t)((end - begin) * t->lanes));
         return;
     }
+    for (int lane = 0; lane < t->lanes && sight->has_gaps; lane++)
+        sees[lane / 64] |= (uint64_t)(b->first[lane] < b->end[lane]) << (lane % 8 * 8 + lane % 64 / 8);
     for (int64_t key = begin; key < end; key++) {
         uint8_t *line = hidden + key * t->lanes;
         if (key >= t->num_keys) {
@@ -156,7 +154,7 @@ OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, const fa_lan
                 flex_hide_eight(line + lane, bits & sees[lane / 64] >> lane % 64 / 8);
             }
         } else {
-            flex_hide_line(t->lanes, line, (uint8_t)key, low, num);
+            flex_hide_line(t->lanes, line, key, b);
         }
     }
 }
