@@ -61,10 +61,12 @@ static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
                 fetch_now(soon, 2, p->d_v * DTYPE_BYTES(p->dtype));
                 const char *dout = bwd_query_row(p, &s, &p->dout, row, head),
                            *o = bwd_query_row(p, &s, &p->o, row, head);
-                *fa_row_stat(&p->softmax_d, &s, row, head) =
-                    contributes(p, &s, row, head, &first, &end) ? dot_rows(dout, o, p->d_v, p->dtype) : 0.0f;
-                if (p->flex && p->flex->dlse.data && contributes(p, &s, row, head, &first, &end))
-                    *fa_row_stat(&p->softmax_d, &s, row, head) -= *fa_row_stat(&p->flex->dlse, &s, row, head);
+                float delta = 0.0f;
+                if (contributes(p, &s, row, head, &first, &end)) {
+                    delta = dot_rows(dout, o, p->d_v, p->dtype);
+                    if (p->flex && p->flex->dlse.data) delta -= *fa_row_stat(&p->flex->dlse, &s, row, head);
+                }
+                *fa_row_stat(&p->softmax_d, &s, row, head) = delta;
             }
         }
     }
@@ -151,9 +153,13 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
         }
         if (first_key < t.keys_begin) first_key = t.keys_begin;
         if (end_key > t.keys_end) end_key = t.keys_end;
-        for (int i = 0; i < t.num_tiles && p->flex; i++)
-            fa_flex_see_task(&job->seen, programs, t.s.b_idx, t.tiles[i].head[0], t.tiles[i].row[0],
-                             t.tiles[i].row[0] + t.tiles[i].valid_lanes, first_key, end_key);
+        for (int i = 0; i < t.num_tiles && p->flex; i++) {
+            const fa_bwd_tile *tile = &t.tiles[i];
+            int64_t key, stop;
+            if (bwd_find_keys(job, &t.s, tile, t.keys_begin, t.keys_end, &key, &stop))
+                fa_flex_see_task(&job->seen, programs, t.s.b_idx, tile->head[0], tile->row[0],
+                                 tile->row[0] + tile->valid_lanes, key, stop);
+        }
         t.block = t.keys_begin + (first_key - t.keys_begin) / l->block_kv * l->block_kv;
         for (bool is_first = true; t.block < end_key; is_first = false) {
             const int64_t next = bwd_next_block(&t, t.block, end_key);
@@ -163,6 +169,9 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
             bwd_pack_block(&t);
             t.num_next = next < end_key ? 2 * l->block_kv : 0;
             t.num_fetched = 0;
+            t.num_steps = 0;
+            for (int i = 0; i < t.num_tiles; i++)
+                t.num_steps += bwd_sees(job, &t.s, &t.tiles[i], t.block, t.block + l->block_kv);
             if (t.num_next > 0) bwd_list_keys(&t, next, t.next_rows);
             const bool is_last = next >= end_key && t.first_tile + l->tiles >= num_tiles;
             t.next_task = is_last ? fa_next_task(job->list) : NULL;
@@ -290,7 +299,7 @@ static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
             task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, key, key_end);
         }
     }
-    job->seen = fa_flex_new_seen(p, &map, l->block_q, l->block_kv);
+    job->seen = fa_flex_new_seen(p, &map, l->block_q, l->block_kv, LANES);
 }
 
 static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {

@@ -63,6 +63,7 @@ typedef struct {
     int64_t block;                      /* first key of the block */
     const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
+    int num_steps;                      /* tiles that may see the block, and have not met it yet */
     const char **pieces;                /* storage of soon */
     fetch_queue soon;
     bool finite;              /* all packed elements of V are finite */
@@ -102,12 +103,18 @@ static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, i
     return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, key, min_i64(key_end, t->s.len_kv), first, end);
 }
 
-/* Flex: adds what the tiles see of keys [key, key_end) to the table. */
-static void find_views(const fwd_task *t, int64_t key, int64_t key_end) {
+/* Whether the block that starts at key `block` meets the keys from the first to the last one that the tile sees. */
+static bool may_see(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
+    return tile->first_key < block + t->job->layout.block_kv && tile->end_key > block;
+}
+
+/* Flex: adds what the tiles see to the table. */
+static void find_views(const fwd_task *t) {
     for (int i = 0; i < t->num_tiles; i++) {
         const fa_fwd_tile *tile = &t->tiles[i];
-        fa_flex_see_task(&t->job->seen, t->programs, t->s.b_idx, tile->head[0], tile->row[0],
-                         tile->row[0] + tile->valid_lanes, key, key_end);
+        if (tile->first_key < tile->end_key)
+            fa_flex_see_task(&t->job->seen, t->programs, t->s.b_idx, tile->head[0], tile->row[0],
+                             tile->row[0] + tile->valid_lanes, tile->first_key, tile->end_key);
     }
 }
 
@@ -119,6 +126,7 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
     if (p->flex) { /* each step finds the keys of its lanes */
+        for (int lane = 0; lane < tile->lanes; lane++) tile->first[lane] = 0, tile->end[lane] = t->s.len_kv;
         if (find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) return;
         tile->first_key = INT64_MAX;
         tile->end_key = 0;
@@ -145,9 +153,12 @@ static void list_lanes(const fwd_task *t, const fa_view *view, fa_dtype dtype, c
         for (int lane = 0; lane < lanes; lane++) rows[lane] = query_row(t, view, dtype, tile, lane);
         return;
     }
-    char *first = query_row(t, view, dtype, tile, 0);
+    char *row = query_row(t, view, dtype, tile, 0);
     const int64_t distance = view->stride_row * DTYPE_BYTES(dtype);
-    for (int lane = 0; lane < lanes; lane++) rows[lane] = first + (tile->row[lane] - tile->row[0]) * distance;
+    for (int lane = 0; lane < lanes; lane++) {
+        rows[lane] = row;
+        if (lane + 1 < tile->valid_lanes) row += distance;
+    }
 }
 
 static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_tile *tile, const char **rows) {
@@ -156,6 +167,27 @@ static void list_queries(const fwd_task *t, const fa_view *view, const fa_fwd_ti
 
 static void list_outputs(const fwd_task *t, const fa_fwd_tile *tile, int lanes, char **rows) {
     list_lanes(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, lanes, rows);
+}
+
+/* Adds the rows of a tile to the prefetch queue. */
+static void fetch_lanes_later(fwd_task *t, const fa_view *view, fa_dtype dtype, const fa_fwd_tile *tile,
+                              int64_t row_bytes) {
+    if (fa_stacks_heads(t->p)) {
+        char *rows[FA_MAX_BLOCK_Q];
+        list_lanes(t, view, dtype, tile, tile->valid_lanes, rows);
+        fetch_later(&t->soon, (const char *const *)rows, tile->valid_lanes, row_bytes);
+    } else {
+        fetch_even_later(&t->soon, query_row(t, view, dtype, tile, 0), view->stride_row * DTYPE_BYTES(dtype),
+                         tile->valid_lanes, row_bytes);
+    }
+}
+
+/* O^T = 0 for lanes [lane, lane_end) of a tile. */
+static void start_output(const fwd_task *t, int i, int64_t lane, int64_t lane_end) {
+    const fa_fwd_layout *l = &t->job->layout;
+    float *o_t = t->o_t + i * l->columns * l->block_q;
+    for (int64_t c = 0; c < l->columns && lane < lane_end; c++, o_t += t->tiles[i].lanes)
+        memset(o_t + lane, 0, (size_t)(lane_end - lane) * sizeof(float));
 }
 
 static void open_tile(const fwd_task *t, int i) {
@@ -174,7 +206,8 @@ static void open_tile(const fwd_task *t, int i) {
         list_queries(t, &t->p->qv, tile, rows);
         pack_lanes(q_t + l->k_words * tile->lanes, tile->lanes, rows, tile->lanes, t->p->d_v, t->p->dtype);
     }
-    memset(t->o_t + i * l->columns * l->block_q, 0, (size_t)(l->columns * tile->lanes) * sizeof(float));
+    tile->is_started = PRODUCT_OVERLAPS;
+    if (PRODUCT_OVERLAPS) start_output(t, i, 0, tile->lanes);
 }
 
 /* ---- pack a block of keys ---- */
@@ -185,15 +218,15 @@ static void list_keys(const fwd_task *t, int64_t block, int64_t begin, int64_t e
     const int64_t bytes = DTYPE_BYTES(p->dtype), block_kv = t->job->layout.block_kv;
     for (int is_v = 0; is_v < 2; is_v++, rows += block_kv) {
         const fa_view *view = is_v ? &p->v : &p->k;
-        const char *row = NULL;
-        memset(rows, 0, (size_t)block_kv * sizeof *rows);
-        for (int64_t j = begin; j < end; j++) {
-            if (row && !p->paged)
-                row += view->stride_row * bytes;
-            else
-                row = (const char *)view->data + fa_key_offset(p, view, &t->s, block + j, t->head_kv) * bytes;
-            rows[j] = row;
-        }
+        for (int64_t j = 0; j < begin; j++) rows[j] = NULL;
+        for (int64_t j = end; j < block_kv; j++) rows[j] = NULL;
+        const char *row = (const char *)view->data, *first = row;
+        if (begin < end) first += fa_key_offset(p, view, &t->s, block + begin, t->head_kv) * bytes;
+        if (!p->paged)
+            for (int64_t j = begin; j < end; j++) rows[j] = first + (j - begin) * view->stride_row * bytes;
+        else
+            for (int64_t j = begin; j < end; j++)
+                rows[j] = row + fa_key_offset(p, view, &t->s, block + j, t->head_kv) * bytes;
     }
 }
 
@@ -218,10 +251,14 @@ static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
 /* One tile on one block: the values that the products and the softmax pass to each other. */
 typedef struct {
     int tile;
-    int64_t begin, end; /* keys of the block; begin is a multiple of WORD_ELEMS */
-    bool masked, adjusts, runs_flex;
-    flex_sight sight;  /* flex */
-    bool rescales;     /* some alpha is not 1 */
+    int64_t begin, end;    /* keys of the block; begin is a multiple of WORD_ELEMS */
+    bool masked;           /* some lane does not see all of the keys */
+    bool adjusts;          /* scores get options before the softmax; a mask alone is none, unless products overlap */
+    bool runs_flex;        /* a score_mod, or bytes that mark the masked pairs */
+    flex_sight sight;      /* flex */
+    fa_lane_bounds bounds; /* if masked, or flex */
+    fa_strip strips[FA_MAX_BLOCK_KV / PRODUCT_STRIP_A]; /* if masked and not adjusted */
+    bool rescales;                                      /* some alpha is not 1 */
     float *scores, *p; /* S^T and P, in the same buffer unless products overlap the softmax */
     float new_max[FA_MAX_BLOCK_Q], alpha[FA_MAX_BLOCK_Q];
 } fwd_step;
@@ -231,13 +268,13 @@ typedef struct {
 static bool find_flex_step(const fwd_task *t, fa_fwd_tile *tile, fwd_step *step) {
     const fa_flex *flex = t->p->flex;
     const flex_tile lanes = flex_tile_at(t, tile, t->block);
-    if (tile->first_key >= t->block + t->job->layout.block_kv || tile->end_key <= t->block) return false;
-    if (!flex_look(&t->job->seen, &lanes, t->own_views, tile->first, tile->end, &step->sight)) return false;
+    if (!may_see(t, tile, t->block)) return false;
+    if (!flex_look(&t->job->seen, &lanes, t->own_views, &step->bounds, &step->sight)) return false;
     step->begin = step->sight.begin;
     step->end = step->sight.end;
     step->masked = step->sight.masked;
     step->runs_flex = flex->score || flex->max_scores.data || !t->finite || step->sight.has_gaps;
-    step->adjusts = step->runs_flex || step->masked || !(t->scale > 0);
+    step->adjusts = step->runs_flex || (step->masked && PRODUCT_OVERLAPS) || !(t->scale > 0);
     return true;
 }
 
@@ -257,7 +294,9 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
         step->end = end - t->block;
         step->runs_flex = false;
         step->masked = x->common_first > t->block + step->begin || x->common_end < end;
-        step->adjusts = step->masked || t->p->softcap > 0 || t->p->alibi_slopes || t->p->bias.data || !(t->scale > 0);
+        if (step->masked) fa_bound_lanes(&step->bounds, x->first, x->end, x->lanes, t->block, t->job->layout.block_kv);
+        step->adjusts = (step->masked && PRODUCT_OVERLAPS) || t->p->softcap > 0 || t->p->alibi_slopes ||
+                        t->p->bias.data || !(t->scale > 0);
         return true;
     }
     return false;
@@ -274,6 +313,13 @@ static void fetch_task(fwd_task *t, const fa_task *task) {
     int64_t row, row_end, key, key_end;
     fa_tile_rows(p, &s, l->block_q, task->begin, task->begin + 1, &row, &row_end);
     fa_rows_keys(p, &s, row, row_end, &key, &key_end);
+    if (p->flex) {
+        const fa_flex_block_map *map = &t->job->seen.map;
+        const int64_t first = fa_flex_mask_row(map, task->b_idx, row), tile = task->begin % g;
+        const uint8_t *kinds = fa_flex_kinds_of(map, task->b_idx, task->head_kv * g + tile);
+        fa_flex_find_keys(map, kinds, first, first + row_end - row, key, key_end, &key, &key_end);
+        key = key / l->block_kv * l->block_kv;
+    }
     key_end = min_i64(key_end, key + l->block_kv);
     for (int64_t i = 0; i < min_i64((row_end - row) * g, l->block_q); i++) {
         const char *q =
@@ -294,22 +340,18 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
     const fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t row_bytes = longest_row(t->p);
-    const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - step->tile);
-    const char *rows[FA_MAX_BLOCK_Q];
+    const int64_t share = (t->num_next - t->num_fetched) / (t->num_steps > 1 ? t->num_steps : 1);
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
     t->num_fetched += share;
+    t->num_steps--;
     if (t->num_open < t->num_tiles && t->num_open >= t->num_asked) {
         const fa_fwd_tile *next = &t->tiles[t->num_open];
         t->num_asked = t->num_open + 1;
-        list_queries(t, &t->p->q, next, rows);
-        fetch_later(&t->soon, rows, next->lanes, row_bytes);
+        fetch_lanes_later(t, &t->p->q, t->p->dtype, next, row_bytes);
     }
-    if (tile->end_key <= t->block + l->block_kv) {
-        char *outputs[FA_MAX_BLOCK_Q];
-        list_outputs(t, tile, tile->lanes, outputs);
-        fetch_later(&t->soon, (const char *const *)outputs, tile->lanes, row_bytes);
-    }
+    if (tile->end_key <= t->block + l->block_kv)
+        fetch_lanes_later(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, row_bytes);
     if (t->next_task && step->tile == t->num_tiles - 1) fetch_task(t, t->next_task);
     const int64_t patches = (step->end - step->begin + l->columns) / (tile->lanes <= 2 * LANES ? 8 : UNROLL_ROWS) + 1;
     t->soon.pieces_per_patch =
@@ -342,7 +384,7 @@ static void step_scores(fwd_task *t, fwd_step *step) {
                            .lane_max = step->new_max,
                            .soon = &t->soon};
     if (step->masked && !PRODUCT_OVERLAPS)
-        product_scores_seen(&scores, tile->first, tile->end, t->block + step->begin);
+        product_scores_seen(&scores, &step->bounds, step->begin, step->adjusts ? NULL : step->strips);
     else
         product_later(&t->queue, step->adjusts || PRODUCT_OVERLAPS ? PRODUCT_STORE : PRODUCT_STORE_MAX, &scores);
 }
@@ -379,17 +421,36 @@ static void softmax_part(fwd_task *t, fwd_step *step, const score_options *optio
         softmax_step_scaling(&softmax);
 }
 
+/* Masks lanes [lane, lane_end) on keys [begin, end), except in strips that these lanes see whole. */
+static void mask_part(const fwd_task *t, fwd_step *step, int64_t lane, int64_t lane_end, int64_t begin, int64_t end) {
+    const int64_t lanes = t->tiles[step->tile].lanes;
+    for (int64_t key = begin, stop; key < end; key = stop) {
+        int64_t masked_end = key;
+        for (stop = key; stop < end && masked_end == stop;) { /* joins strips */
+            const int64_t strip = (stop - step->begin) / PRODUCT_STRIP_A;
+            const fa_strip *x = &step->strips[strip];
+            stop = min_i64(step->begin + (strip + 1) * PRODUCT_STRIP_A, end);
+            if (!x->is_full || lane < x->vec * LANES || lane_end > x->vec_end * LANES) masked_end = stop;
+        }
+        if (key < masked_end)
+            scores_mask(step->scores + lane, lanes, lane_end - lane, key, masked_end, step->bounds.first + lane,
+                        step->bounds.end + lane, t->scale, step->new_max + lane);
+    }
+}
+
 /* Takes the same lanes and keys together as the product V^T P does. */
 static void softmax_seen(fwd_task *t, fwd_step *step, const score_options *options) {
     const fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t most = round_up(step->end - step->begin, WORD_ELEMS);
     fa_lanes_seen x;
     for (int64_t lane = 0; lane < tile->lanes; lane = x.lane_end) {
-        x = fa_next_lanes(tile->first, tile->end, lane, tile->lanes, t->block + step->begin, most);
-        if (x.key < x.stop)
-            softmax_part(t, step, options, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
-        else
+        x = fa_next_lanes(&step->bounds, lane, tile->lanes, step->begin, most);
+        if (x.key == x.stop) {
             for (int64_t i = lane; i < x.lane_end; i++) step->alpha[i] = 1.0f;
+            continue;
+        }
+        if (!step->adjusts) mask_part(t, step, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
+        softmax_part(t, step, options, lane, x.lane_end, step->begin + x.key, step->begin + x.stop);
     }
 }
 
@@ -398,29 +459,23 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
     const fwd_job *job = t->job;
     fa_fwd_tile *tile = &t->tiles[step->tile];
     const int64_t lanes = tile->lanes, begin = step->begin, end = step->end;
-    float first[FA_MAX_BLOCK_Q], stop[FA_MAX_BLOCK_Q], diagonal[FA_MAX_BLOCK_Q];
+    float diagonal[FA_MAX_BLOCK_Q];
     score_options options = {.scale = t->scale,
                              .softcap = job->softcap,
                              .slope = t->p->alibi_slopes ? tile->slope : NULL,
                              .diagonal = diagonal,
                              .bias = t->p->bias.data ? t->bias : NULL,
-                             .first = first,
-                             .end = stop,
+                             .first = step->bounds.first,
+                             .end = step->bounds.end,
                              .masked = step->masked};
     const bool has_options = step->adjusts && !step->runs_flex;
     if (step->runs_flex) {
         const flex_tile x = flex_tile_at(t, tile, t->block);
-        flex_hide(&x, &step->sight, begin, end, tile->first, tile->end, t->bytes);
+        flex_hide(&x, &step->sight, &step->bounds, begin, end, t->bytes);
         flex_scores(&x, step->scores, begin, end, t->scale, step->sight.has_gaps, t->bytes, step->new_max,
                     t->p->flex->max_scores.data ? tile->max_score : NULL);
         if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
     } else if (has_options) {
-        const int64_t block_kv = job->layout.block_kv;
-        for (int group = 0; group < lanes; group += LANES)
-            for (int lane = group; lane < group + LANES; lane++) {
-                first[lane] = (float)min_i64(max_i64(tile->first[lane] - t->block, 0), block_kv);
-                stop[lane] = (float)min_i64(max_i64(tile->end[lane] - t->block, 0), block_kv);
-            }
         for (int lane = 0; lane < lanes && options.slope; lane++)
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
         if (t->p->bias.data)
@@ -435,17 +490,18 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
         softmax_seen(t, step, has_options ? &options : NULL);
     else
         softmax_part(t, step, has_options ? &options : NULL, 0, lanes, begin, end);
-    uint32_t differs = 0; /* of alpha from 1 */
-    for (int group = 0; group < lanes; group += LANES)
-        for (int lane = group; lane < group + LANES; lane++) differs |= fa_bits_of(step->alpha[lane]) ^ 0x3f800000;
-    step->rescales = differs != 0;
+    vec lowest = vec_set(1.0f); /* alpha, which is never above 1 */
+    for (int lane = 0; lane < lanes; lane += LANES) lowest = vec_min(vec_load(step->alpha + lane), lowest);
+    step->rescales = mask_any(vec_lt(lowest, vec_set(1.0f)));
 }
 
-/* O^T = O^T alpha + V^T P. No multiplication is needed where alpha is 1. Padding rows of V^T are zero, so the product
- * takes whole groups of rows. */
+/* O^T = O^T alpha + V^T P. No multiplication is needed where alpha is 1, and no addition in the tile's first step.
+ * Padding rows of V^T are zero, so the product takes whole groups of rows. */
 static void step_output(fwd_task *t, const fwd_step *step) {
     const fa_fwd_layout *l = &t->job->layout;
-    const int64_t lanes = t->tiles[step->tile].lanes;
+    fa_fwd_tile *tile = &t->tiles[step->tile];
+    const int64_t lanes = tile->lanes;
+    const bool is_first = !tile->is_started;
     product_args output = {.a = t->v_t + step->begin / WORD_ELEMS,
                            .a_stride = l->v_stride,
                            .b = step->p + step->begin / WORD_ELEMS * lanes,
@@ -457,14 +513,20 @@ static void step_output(fwd_task *t, const fwd_step *step) {
                            .num_vecs = (int)(lanes / LANES),
                            .alpha = step->alpha,
                            .soon = &t->soon};
-    if (step->masked && !PRODUCT_OVERLAPS)
-        product_keys_seen(step->rescales ? product_rescale : product_add, &output, t->tiles[step->tile].first,
-                          t->tiles[step->tile].end, t->block + step->begin);
-    else
-        product_later(&t->queue, step->rescales ? PRODUCT_RESCALE : PRODUCT_ADD, &output);
+    tile->is_started = true;
+    if (step->masked && !PRODUCT_OVERLAPS) {
+        for (int vec = 0; is_first && vec < lanes / LANES; vec++)
+            if (step->bounds.vec_first[vec] >= step->bounds.vec_end[vec])
+                start_output(t, step->tile, vec * LANES, (vec + 1) * LANES);
+        product_keys_seen(is_first         ? product_scores
+                          : step->rescales ? product_rescale
+                                           : product_add,
+                          &output, &step->bounds, step->begin);
+    } else {
+        product_later(&t->queue, is_first ? PRODUCT_STORE : step->rescales ? PRODUCT_RESCALE : PRODUCT_ADD, &output);
+    }
     if (t->finite) return;
     product_finish(&t->queue);
-    const fa_fwd_tile *tile = &t->tiles[step->tile];
     for (int64_t key = step->begin; key < step->end; key++) {
         const char *v_row = t->key_rows[l->block_kv + key];
         if (v_row)
@@ -538,7 +600,8 @@ static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
     for (block += block_kv; t->p->flex && block < end_key; block += block_kv) {
         int64_t first, end;
         for (int i = 0; i < t->num_tiles; i++)
-            if (find_keys(t, &t->tiles[i], block, block + block_kv, &first, &end)) return block;
+            if (may_see(t, &t->tiles[i], block) && find_keys(t, &t->tiles[i], block, block + block_kv, &first, &end))
+                return block;
     }
     return block;
 }
@@ -582,7 +645,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
             first_key = min_i64(first_key, t.tiles[i].first_key);
             end_key = max_i64(end_key, t.tiles[i].end_key);
         }
-        find_views(&t, first_key, end_key);
+        find_views(&t);
     }
     for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key;) {
         const int64_t begin = max_i64(first_key - t.block, 0), end = min_i64(end_key - t.block, l->block_kv);
@@ -592,6 +655,8 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
         pack_block(&t, begin, end);
         t.num_next = next < end_key ? 2 * l->block_kv : 0;
         t.num_fetched = 0;
+        t.num_steps = 0;
+        for (int i = 0; i < t.num_tiles; i++) t.num_steps += may_see(&t, &t.tiles[i], t.block);
         if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, l->block_kv), t.next_rows);
         t.next_task = next >= end_key ? fa_next_task(job->list) : NULL;
         step_tiles(&t);
@@ -645,7 +710,7 @@ static void start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_
             task->cost += fa_flex_count_keys(&map, kinds, first + row, first + row_end, 0, s.len_kv);
         }
     }
-    job->seen = fa_flex_new_seen(p, &map, plan->block_q, plan->block_kv);
+    job->seen = fa_flex_new_seen(p, &map, plan->block_q, plan->block_kv, LANES);
 }
 
 static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {

@@ -30,6 +30,7 @@ typedef struct {
     int64_t first_key, end_key;       /* some lane sees these keys */
     int64_t common_first, common_end; /* every valid lane sees these keys */
     int lanes, valid_lanes;           /* lanes is a multiple of the vector and of a dropout patch */
+    bool is_idle;                     /* some lane contributes nothing */
     int64_t dq_range;                 /* the range that dq_t belongs to; -1: no range yet */
     float *dq_t;                      /* dQ^T of dq_range */
     bool q_finite, dout_finite;       /* all packed elements of Q, of dO are finite; known once the tile is open */

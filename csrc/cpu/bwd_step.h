@@ -11,16 +11,14 @@
 /* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Rows of grad and rows hold d
  * elements in `columns`. A strip of keys takes only the range of lanes that see the strip, because on the diagonal half
  * of the lanes see nothing. */
-static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, bool masked, float *grad, const float *words,
+static void bwd_add_keys(bwd_task *t, int64_t lanes, const fa_lane_bounds *bounds, float *grad, const float *words,
                          int64_t word_stride, const float *rows, int64_t d, int64_t columns, int64_t begin,
                          int64_t end) {
-    const int64_t strip = masked ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->keys_begin;
+    const int64_t strip = bounds ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->keys_begin;
     for (int64_t key = begin; key < end; key += strip) {
         const int64_t stop = key + strip < end ? key + strip : end;
-        int64_t lane = 0, lane_end = tile->lanes;
-        if (masked)
-            fa_lanes_that_see(tile->first, tile->end, tile->lanes, WORD_ELEMS, t->block + key, t->block + stop, &lane,
-                              &lane_end);
+        int64_t lane = 0, lane_end = lanes;
+        if (bounds) fa_lanes_that_see(bounds, lanes, key, stop, &lane, &lane_end);
         if (lane == lane_end) continue;
         const int64_t word = lane / WORD_ELEMS / PRODUCT_STRIP_K * PRODUCT_STRIP_K;
         const int64_t word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
@@ -55,6 +53,9 @@ static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t be
     return tile->common_first > t->block + begin || tile->common_end < t->block + end;
 }
 
+/* Whether there are lanes without a row. Without a mask their zeros times infinite keys would be NaN. */
+static bool bwd_is_padded(const fa_bwd_tile *tile) { return tile->lanes > tile->valid_lanes; }
+
 /* Flex: the lanes of a tile, for the block of keys. */
 static flex_tile bwd_flex_tile(const bwd_task *t, const fa_bwd_tile *tile) {
     return flex_tile_of(t->programs, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes, t->block,
@@ -67,15 +68,16 @@ static bool bwd_is_finite(const bwd_task *t, const fa_bwd_tile *tile) {
 }
 
 /* Flex: finds the keys [*begin, *end) of the block and of each lane that are seen. Returns false if there are none. */
-static bool bwd_flex_look(const bwd_task *t, fa_bwd_tile *tile, flex_sight *sight, int64_t *begin, int64_t *end) {
+static bool bwd_flex_look(const bwd_task *t, fa_bwd_tile *tile, flex_sight *sight, fa_lane_bounds *bounds,
+                          int64_t *begin, int64_t *end) {
     const flex_tile x = bwd_flex_tile(t, tile);
-    if (!flex_look(&t->job->seen, &x, t->own_views, tile->first, tile->end, sight)) return false;
+    if (!flex_look(&t->job->seen, &x, t->own_views, bounds, sight)) return false;
     *begin = sight->begin, *end = sight->end;
     tile->common_first = t->block + sight->common_first;
     tile->common_end = sight->has_gaps ? 0 : t->block + sight->common_end;
-    for (int lane = 0; lane < tile->lanes; lane++) {
+    for (int lane = 0; lane < tile->lanes && tile->is_idle; lane++) {
         if (tile->lse[lane] != INFINITY) continue;
-        tile->first[lane] = tile->end[lane] = 0; /* the row does not contribute, or it is padding */
+        bounds->end[lane] = 0.0f; /* the row does not contribute, or it is padding */
         if (lane < tile->valid_lanes) tile->common_end = 0;
     }
     return true;
@@ -88,8 +90,8 @@ static bool bwd_runs_flex(const bwd_task *t, const fa_bwd_tile *tile, const flex
 }
 
 /* S and dP of keys [begin, end) of the block become P and dS. i is the number of the tile. */
-static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float *p_rows, float *ds_rows,
-                          int64_t row_stride, bool runs_flex) {
+static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, const fa_lane_bounds *bounds, float *p_rows,
+                          float *ds_rows, int64_t row_stride, bool runs_flex) {
     const bwd_job *job = t->job;
     const fa_problem *p = t->p;
     const fa_bwd_layout *l = &job->layout;
@@ -112,31 +114,23 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float 
     dprob.c = t->dprob + from * lanes, dprob.num_words = (p->d_v + WORD_ELEMS - 1) / WORD_ELEMS;
     const bool masked = bwd_is_masked(t, tile, begin, end);
     if (masked && !PRODUCT_OVERLAPS) {
-        product_scores_seen(&scores, tile->first, tile->end, t->block + begin);
-        product_scores_seen(&dprob, tile->first, tile->end, t->block + begin);
+        product_scores_seen(&scores, bounds, begin, NULL);
+        product_scores_seen(&dprob, bounds, begin, NULL);
     } else {
         product_scores(&scores);
         product_scores(&dprob);
     }
 
     /* P, dS */
-    float first[FA_MAX_BLOCK_Q_BWD], stop[FA_MAX_BLOCK_Q_BWD], diagonal[FA_MAX_BLOCK_Q_BWD];
-    /* Without a mask, zeros of padding lanes times infinite keys would be NaN. */
-    const bool hides = masked || tile->lanes > tile->valid_lanes;
+    float diagonal[FA_MAX_BLOCK_Q_BWD];
     if (p->bias.data) {
         const int64_t rest = t->s.len_kv - t->block - begin;
         bias_tile(t->bias, &p->bias, t->s.b_idx, tile->row, tile->head, lanes, t->s.kv_row + t->block + begin,
                   rest < num_keys ? rest : num_keys);
         if (rest < num_keys) memset(t->bias + rest * lanes, 0, (size_t)((num_keys - rest) * lanes) * sizeof(float));
     }
-    const bool plain = !hides && !p->alibi_slopes && p->softcap == 0 && !job->drops; /* the bounds are not read */
-    const int64_t key_0 = t->block + begin;
-    for (int lane = 0; lane < lanes && !plain; lane++) {
-        int64_t low = tile->first[lane] - key_0, high = tile->end[lane] - key_0;
-        first[lane] = (float)(low < 0 ? 0 : low < num_keys ? low : num_keys);
-        stop[lane] = (float)(high < 0 ? 0 : high < num_keys ? high : num_keys);
-        diagonal[lane] = (float)(tile->diagonal[lane] - key_0);
-    }
+    for (int lane = 0; lane < lanes && p->alibi_slopes; lane++)
+        diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
     const gradient_args args = {.scores = scores.c,
                                 .dprob = dprob.c,
                                 .p_rows = p_rows,
@@ -145,6 +139,7 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float 
                                 .ds_words = t->ds_words + begin / 2 * lanes,
                                 .lanes = lanes,
                                 .num_keys = num_keys,
+                                .key = begin,
                                 .lse = tile->lse,
                                 .delta = tile->delta,
                                 .bytes = job->drops ? t->bytes + begin * lanes : NULL,
@@ -155,9 +150,9 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, float 
                                             .slope = p->alibi_slopes ? tile->slope : NULL,
                                             .diagonal = diagonal,
                                             .bias = p->bias.data ? t->bias : NULL,
-                                            .first = first,
-                                            .end = stop,
-                                            .masked = hides}};
+                                            .first = bounds->first,
+                                            .end = bounds->end,
+                                            .masked = masked || bwd_is_padded(tile)}};
     if (runs_flex) {
         const flex_tile x = bwd_flex_tile(t, tile);
         const float scale = t->programs->score ? (float)p->scale : job->scale;
@@ -210,12 +205,13 @@ static void bwd_fetch_gradients(bwd_task *t, int64_t begin, int64_t num_keys) {
 static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     const fa_bwd_layout *l = &t->job->layout;
     const int64_t row_bytes = bwd_longest_row(t->p);
-    const int64_t share = (t->num_next - t->num_fetched) / (t->num_tiles - i);
+    const int64_t share = (t->num_next - t->num_fetched) / (t->num_steps > 1 ? t->num_steps : 1);
     const char *rows[FA_MAX_BLOCK_Q_BWD];
     t->soon = (fetch_queue){.piece = t->pieces, .end = t->pieces, .lines = fetch_lines(row_bytes)};
     fetch_later(&t->soon, t->next_rows + t->num_fetched, share, row_bytes);
     bwd_fetch_gradients(t, t->num_fetched / 2, share / 2);
     t->num_fetched += share;
+    t->num_steps--;
     int next = t->num_open;
     while (next < t->num_tiles && !bwd_sees(t->job, &t->s, &t->tiles[next], t->keys_begin, t->keys_end)) next++;
     for (int is_dout = 0; is_dout < 2 && next < t->num_tiles; is_dout++) {
@@ -234,14 +230,18 @@ static void bwd_step_tile(bwd_task *t, int i) {
     fa_bwd_tile *tile = &t->tiles[i];
     const int64_t lanes = tile->lanes, at = i * l->tile_floats, v_at = i * l->v_tile_floats;
     int64_t begin, end;
+    fa_lane_bounds bounds;
     flex_sight sight;
     if (!bwd_find_keys(job, &t->s, tile, t->block, t->block + l->block_kv, &begin, &end)) return;
     begin -= t->block, end -= t->block;
     while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
     if (p->dq.data) bwd_enter_range(t, i);
-    if (p->flex && !bwd_flex_look(t, tile, &sight, &begin, &end)) return;
+    if (p->flex && !bwd_flex_look(t, tile, &sight, &bounds, &begin, &end)) return;
     begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last key are zeros */
     bwd_fetch_during(t, i, end - begin);
+    const bool masked = bwd_is_masked(t, tile, begin, end);
+    if (!p->flex && (masked || bwd_is_padded(tile)))
+        fa_bound_lanes(&bounds, tile->first, tile->end, lanes, t->block, l->block_kv);
 
     /* Rows of P and dS are half as long for bf16. If the scores of a strip stay in the first-level cache, the rows lie
      * behind these scores. Otherwise they lie over the scores. */
@@ -254,19 +254,20 @@ static void bwd_step_tile(bwd_task *t, int i) {
     const bool runs_flex = p->flex && bwd_runs_flex(t, tile, &sight);
     if (runs_flex) {
         const flex_tile x = bwd_flex_tile(t, tile);
-        flex_hide(&x, &sight, begin, end, tile->first, tile->end, t->bytes);
+        flex_hide(&x, &sight, &bounds, begin, end, t->bytes);
     }
     for (int64_t key = begin, stop; key < end; key = stop) {
         stop = key + cached < end ? key + cached : end;
-        bwd_step_keys(t, i, key, stop, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride, runs_flex);
+        bwd_step_keys(t, i, key, stop, &bounds, p_rows + key * row_stride, ds_rows + key * row_stride, row_stride,
+                      runs_flex);
     }
 
     /* dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T */
-    const bool masked = bwd_is_masked(t, tile, begin, end);
+    const fa_lane_bounds *seen = masked ? &bounds : NULL;
     const int64_t columns = l->columns, v_columns = l->v_columns;
     if (p->dv.data)
-        bwd_add_keys(t, tile, masked, t->dv, p_rows, row_stride, t->dout + v_at, p->d_v, v_columns, begin, end);
-    if (p->dk.data) bwd_add_keys(t, tile, masked, t->dk, ds_rows, row_stride, t->q + at, p->d, columns, begin, end);
+        bwd_add_keys(t, lanes, seen, t->dv, p_rows, row_stride, t->dout + v_at, p->d_v, v_columns, begin, end);
+    if (p->dk.data) bwd_add_keys(t, lanes, seen, t->dk, ds_rows, row_stride, t->q + at, p->d, columns, begin, end);
     if (p->dv.data && !tile->dout_finite)
         bwd_add_keys_nonfinite(t, tile, &p->dout, t->dv, p_rows, row_stride, p->d_v, v_columns, begin, end);
     if (p->dk.data && !tile->q_finite)
@@ -284,7 +285,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
                              .num_vecs = (int)(lanes / LANES),
                              .soon = &t->soon};
     if (masked && !PRODUCT_OVERLAPS)
-        product_keys_seen(product_add, &dq, tile->first, tile->end, t->block + begin);
+        product_keys_seen(product_add, &dq, &bounds, begin);
     else
         product_add(&dq);
     for (int64_t key = begin; key < end && !t->k_finite; key++)

@@ -47,6 +47,7 @@ typedef struct {
     int64_t block;                      /* first key of the block */
     const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
+    int num_steps;                      /* tiles that may see the block, and have not met it yet */
     const fa_task *next_task;           /* during the last block: probably the next task of this worker */
     const char **pieces;                /* storage of soon */
     fetch_queue soon;
@@ -94,6 +95,7 @@ static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t h
 static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_tile *tile) {
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
+    tile->is_idle = false;
     for (int lane = 0; lane < tile->lanes; lane++) {
         bool valid = lane < tile->valid_lanes;
         int64_t row = tile->row[lane], head = tile->head[lane], *first = &tile->first[lane], *end = &tile->end[lane];
@@ -103,6 +105,7 @@ static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_
             *first = *end = 0;
             tile->lse[lane] = INFINITY;
             tile->delta[lane] = 0.0f;
+            tile->is_idle = true;
             if (valid) tile->common_end = 0;
             continue;
         }
@@ -166,14 +169,23 @@ static void bwd_prepare_tile(const bwd_task *t, int i) {
     fa_bwd_tile *tile = &t->tiles[i];
     bwd_place_lanes(t->p, &t->s, t->head_kv, t->job->layout.block_q, t->first_tile + i, tile);
     bwd_measure_lanes(t->p, &t->s, tile);
+    if (t->p->flex && !bwd_find_keys(t->job, &t->s, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
+        tile->first_key = INT64_MAX;
+        tile->end_key = 0;
+    }
     tile->dq_range = -1;
 }
 
 /* Lists the rows of the lanes, with NULL for lanes that see no key. */
 static void bwd_list_queries(const bwd_task *t, const fa_view *view, const fa_bwd_tile *tile, const char **rows) {
+    const bool is_even = !fa_stacks_heads(t->p); /* rows of one head lie at equal distances */
+    const char *first = bwd_query_row(t->p, &t->s, view, tile->row[0], tile->head[0]);
+    const int64_t distance = view->stride_row * DTYPE_BYTES(t->p->dtype);
     for (int lane = 0; lane < tile->lanes; lane++) {
         const bool is_empty = tile->first[lane] >= tile->end[lane];
-        rows[lane] = is_empty ? NULL : bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]);
+        rows[lane] = is_empty  ? NULL
+                     : is_even ? first + lane * distance
+                               : bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]);
     }
 }
 

@@ -104,6 +104,24 @@ OUTLINE void scores_adjust(float *scores, int64_t stride, int64_t lanes, int64_t
     }
 }
 
+/* Masks scores that have no other option, and folds their maxima times scale, which is above 0. */
+OUTLINE void scores_mask(float *scores, int64_t stride, int64_t lanes, int64_t begin, int64_t end, const float *first,
+                         const float *last, float scale, float *lane_max) {
+    const vec lowest = vec_set(-INFINITY), one = vec_set(1.0f);
+    for (int64_t lane = 0; lane < lanes; lane += LANES) {
+        const vec from = vec_load(first + lane), to = vec_load(last + lane);
+        vec high = lowest, j = vec_set((float)begin);
+        float *at = scores + begin * stride + lane;
+        for (int64_t key = begin; key < end; key++, at += stride) {
+            const vec s = vec_select(keys_visible(from, to, j), vec_load(at), lowest);
+            j = vec_add(j, one);
+            high = vec_max(s, high);
+            vec_store(at, s);
+        }
+        vec_store(lane_max + lane, vec_max(vec_mul(high, vec_set(scale)), vec_load(lane_max + lane)));
+    }
+}
+
 /* s scale - reference, or s - reference if s is scaled already. NOTE: for fp32 the product is rounded, just as the
  * maximum and lse are. So a score far above all others gives exactly 1, here and in the backward. For bf16 the
  * difference does not matter. */

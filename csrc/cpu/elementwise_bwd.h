@@ -15,6 +15,7 @@ typedef struct {
     int64_t row_stride;       /* stride of p_rows and ds_rows */
     float *ds_words;          /* [num_keys / 2][lanes]: dS as words along the keys; not used if WORD_ELEMS is 1 */
     int64_t lanes, num_keys;  /* num_keys is even */
+    int64_t key;              /* the first key, for options */
     const float *lse, *delta; /* [lanes] */
     const uint8_t *bytes;     /* bytes of the dropout generator, [num_keys][lanes]; NULL: no dropout */
     uint8_t keep_max;
@@ -76,7 +77,7 @@ INLINE void gradient_step_of(const gradient_args *args, bool CAPS, bool SLOPES, 
     for (int64_t lane = 0; lane < a->lanes; lane += LANES) {
         gradient_lanes x = {.lse = vec_load(a->lse + lane),
                             .delta = vec_load(a->delta + lane),
-                            .key = vec_set(0.0f),
+                            .key = vec_set((float)a->key),
                             .score = a->scores + lane,
                             .dprob = a->dprob + lane};
         if (MASKED) x.first = vec_load(a->options.first + lane), x.end = vec_load(a->options.end + lane);

@@ -28,8 +28,19 @@ static inline int64_t fetch_pieces(int64_t row_bytes) { return (row_bytes + FETC
 
 /* Adds rows to the queue and skips NULL rows. */
 static inline void fetch_later(fetch_queue *q, const char *const *rows, int64_t num_rows, int64_t row_bytes) {
+    const char **end = q->end;
     for (int64_t i = 0; i < num_rows; i++)
-        for (int64_t at = 0; rows[i] && at < row_bytes; at += FETCH_BYTES) *q->end++ = rows[i] + at;
+        for (int64_t at = 0; rows[i] && at < row_bytes; at += FETCH_BYTES) *end++ = rows[i] + at;
+    q->end = end;
+}
+
+/* Adds rows that lie at equal distances. */
+static inline void fetch_even_later(fetch_queue *q, const char *row, int64_t distance, int64_t num_rows,
+                                    int64_t row_bytes) {
+    const char **end = q->end;
+    for (int64_t at = 0; at < row_bytes; at += FETCH_BYTES)
+        for (int64_t i = 0; i < num_rows; i++) *end++ = row + i * distance + at;
+    q->end = end;
 }
 
 INLINE void fetch_some(fetch_queue *q) {

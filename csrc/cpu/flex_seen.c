@@ -13,11 +13,6 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- one view ---------------------------------------------------------------------------------------------------- */
 
-/* A bit for each row, in the order that flex_seen.h describes. */
-typedef struct {
-    uint64_t word[WORDS];
-} row_bits;
-
 /* Bits of 64 bytes of 0 and 1: eight rows at a time. */
 static uint64_t bits_of(const uint8_t *bytes) {
     uint64_t bits = 0;
@@ -38,10 +33,8 @@ static uint64_t first_bits(int64_t num) {
     return x;
 }
 
-/* Adds rows [begin, end). */
-static void add_rows(row_bits *rows, int64_t begin, int64_t end) {
-    for (int w = 0; w < WORDS; w++) rows->word[w] |= first_bits(end - 64 * w) & ~first_bits(begin - 64 * w);
-}
+/* Bits of the rows [begin, end) of 64. */
+static uint64_t bits_between(int64_t begin, int64_t end) { return first_bits(end) & ~first_bits(begin); }
 
 static void write_rows(uint8_t *of_row, uint64_t rows, int64_t value) {
     for (; rows; rows &= rows - 1) {
@@ -50,16 +43,16 @@ static void write_rows(uint8_t *of_row, uint64_t rows, int64_t value) {
     }
 }
 
-/* What is known of the rows of a view after some keys. */
+/* What is known of 64 rows of a view after some keys. */
 typedef struct {
     uint64_t now, ever, ended, gaps, always;
 } row_history;
 
-/* Rows `now` of word w see keys from `key` on. */
-static void note(fa_flex_view *view, row_history *h, int w, int64_t key, uint64_t now) {
+/* The rows whose first row is that of first and end see keys from `key` on if their bits are set in `now`. */
+static void note(uint8_t *first, uint8_t *end, row_history *h, int64_t key, uint64_t now) {
     const uint64_t ends = h->now & ~now;
-    write_rows(view->first + 64 * w, now & ~h->ever, key);
-    write_rows(view->end + 64 * w, ends, key);
+    write_rows(first, now & ~h->ever, key);
+    write_rows(end, ends, key);
     h->ended |= ends;
     h->gaps |= h->ended & now;
     h->ever |= now;
@@ -67,41 +60,50 @@ static void note(fa_flex_view *view, row_history *h, int w, int64_t key, uint64_
     h->now = now;
 }
 
-/* Rows of a view in one column of blocks of the mask. */
+/* 64 rows in one column of blocks of the mask. */
 typedef struct {
-    row_bits partial, full;
-    bool any_partial;
+    uint64_t partial, full;
 } column_rows;
 
-static void read_column(const fa_flex_block_map *m, const uint8_t *kinds, int64_t mask_row, int num_rows,
-                        int64_t column, column_rows *c) {
-    *c = (column_rows){.any_partial = false};
+static column_rows read_column(const fa_flex_block_map *m, const uint8_t *kinds, int64_t mask_row, int num_rows,
+                               int64_t column) {
+    column_rows c = {0};
     for (int64_t row = 0, stop; row < num_rows; row = stop) {
         const int64_t r = (mask_row + row) / m->block_q;
         const uint8_t kind = kinds[r * m->columns + column];
         const bool is_full = kind == FA_FLEX_FULL || !m->has_mask_mod;
         stop = least((r + 1) * m->block_q - mask_row, num_rows);
-        if (kind == FA_FLEX_EMPTY) continue;
-        add_rows(is_full ? &c->full : &c->partial, row, stop);
-        c->any_partial |= !is_full;
+        if (kind != FA_FLEX_EMPTY) *(is_full ? &c.full : &c.partial) |= bits_between(row, stop);
     }
+    return c;
 }
 
-/* Keys [key, end) of a block for which one answer may serve all rows. */
-typedef struct {
-    int64_t end;
-    bool is_told, allowed;
-} strip;
+enum { STRIP = 16, STRIPS = FA_FLEX_TILE / STRIP }; /* keys for which one answer may serve 64 rows */
 
-static strip look_at_strip(const fa_flex_programs *programs, int64_t block, int64_t key, int64_t end) {
-    enum { STRIP = 16 };
-    strip s = {.end = least(end, (key / STRIP + 1) * STRIP)};
-    if (!programs->mask_bounds) return s;
-    fa_flex_bound_keys(programs->mask_bounds, block + key, block + s.end - 1);
-    const fa_flex_interval bounds = fa_flex_bound_block(programs->mask_bounds, 0);
-    s.is_told = bounds.hi == 0 || bounds.lo != 0;
-    s.allowed = bounds.lo != 0;
-    return s;
+/* What the bounds of the mask_mod tell of 64 rows and the strips of keys of a block: a bit for each strip. */
+typedef struct {
+    uint8_t told, allowed; /* all pairs are allowed, or none */
+    uint8_t same;          /* a row sees all keys, or none */
+} strip_bits;
+
+static void look_at_strips(const fa_flex_programs *programs, int64_t b_idx, int64_t head, int64_t query, int num_rows,
+                           int64_t block, int num_keys, strip_bits strips[WORDS]) {
+    fa_flex_intervals *bounds = programs->mask_bounds;
+    memset(strips, 0, WORDS * sizeof *strips);
+    if (!bounds) return;
+    fa_flex_bound_head(bounds, b_idx, head);
+    for (int row = 0; row < num_rows; row += 64)
+        fa_flex_bound_rows(bounds, row / 64, query + row, query + least(row + 64, num_rows) - 1);
+    for (int key = 0; key < num_keys; key += STRIP) {
+        fa_flex_bound_keys(bounds, block + key, block + least(key + STRIP, num_keys) - 1);
+        for (int w = 0; 64 * w < num_rows; w++) {
+            const fa_flex_interval x = fa_flex_bound_block(bounds, w);
+            const bool told = x.hi == 0 || x.lo != 0;
+            strips[w].told |= (uint8_t)(told << key / STRIP);
+            strips[w].allowed |= (uint8_t)((x.lo != 0) << key / STRIP);
+            strips[w].same |= (uint8_t)((!told && fa_flex_bound_is_same(bounds, w)) << key / STRIP);
+        }
+    }
 }
 
 static void start(const fa_flex_programs *programs, int64_t b_idx, int64_t head, int64_t query, int num_rows,
@@ -109,9 +111,20 @@ static void start(const fa_flex_programs *programs, int64_t b_idx, int64_t head,
     fa_flex_start_head(programs->mask, b_idx, head);
     fa_flex_start_lines(programs->mask, block, num_keys);
     fa_flex_start_lanes(programs->mask, query, num_rows);
-    if (!programs->mask_bounds) return;
-    fa_flex_bound_head(programs->mask_bounds, b_idx, head);
-    fa_flex_bound_rows(programs->mask_bounds, 0, query, query + num_rows - 1);
+}
+
+/* Bounds of the keys of all rows of each vector. */
+static void bound_vectors(fa_flex_view *view, int vec_rows) {
+    memset(view->vectors, 0, sizeof view->vectors);
+    for (int row = 0; row < ROWS; row += vec_rows) {
+        fa_flex_row_bounds x = {255, 0, 0, 255};
+        for (int i = row; i < row + vec_rows; i++) {
+            const uint8_t from = view->first[i], to = view->end[i];
+            x.low = from < x.low ? from : x.low, x.most = from > x.most ? from : x.most;
+            x.high = to > x.high ? to : x.high, x.least = to < x.least ? to : x.least;
+        }
+        view->vectors[row / vec_rows] = x;
+    }
 }
 
 int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_programs *programs, int64_t b_idx, int64_t head,
@@ -119,51 +132,52 @@ int32_t fa_flex_see(const fa_flex_seen *seen, const fa_flex_programs *programs, 
     const fa_flex_block_map *m = &seen->map;
     const uint8_t *kinds = fa_flex_kinds_of(m, b_idx, head);
     const int64_t len_kv = fa_sequence_at(seen->p, b_idx).len_kv, mask_row = fa_flex_mask_row(m, b_idx, row);
-    const int64_t num_keys = least(len_kv - block, seen->block_kv);
-    row_history history[WORDS] = {{0}};
-    row_bits rows = {{0}};
-    bool has_started = false;
+    const int64_t query = row + fa_flex_first_query(seen->p->flex, b_idx);
+    const int num_keys = (int)least(len_kv - block, seen->block_kv);
+    strip_bits strips[WORDS];
+    bool has_looked = false, any = false, is_all = num_keys > 0;
     memset(view->first, 255, sizeof view->first);
     memset(view->end, 0, sizeof view->end);
-    add_rows(&rows, 0, num_rows);
-    for (int w = 0; w < WORDS; w++) history[w].always = rows.word[w];
-    for (int64_t key = 0, column_end; key < num_keys;) {
-        column_rows c;
-        const int64_t column = (block + key) / m->block_kv;
-        read_column(m, kinds, mask_row, num_rows, column, &c);
-        column_end = least((column + 1) * m->block_kv - block, num_keys);
-        if (c.any_partial && !has_started) {
-            start(programs, b_idx, head, row + fa_flex_first_query(seen->p->flex, b_idx), num_rows, block,
-                  (int)num_keys);
-            has_started = true;
-        }
-        while (key < column_end) {
-            const strip s = c.any_partial ? look_at_strip(programs, block, key, column_end)
-                                          : (strip){.end = column_end, .is_told = true};
-            for (int w = 0; w < WORDS && s.is_told; w++) {
-                note(view, &history[w], w, key, c.full.word[w] | (s.allowed ? c.partial.word[w] : 0));
-                for (int64_t i = key; i < s.end; i++) bits[i * WORDS + w] = history[w].now;
+    memset(bits, 0, sizeof *bits * WORDS * (size_t)(num_keys > 0 ? num_keys : 0));
+    view->has_gaps = false;
+    for (int w = 0; 64 * w < num_rows; w++) {
+        const int rows = (int)least(num_rows - 64 * w, 64);
+        uint8_t *first = view->first + 64 * w, *end = view->end + 64 * w;
+        row_history history = {.always = first_bits(rows)};
+        bool has_started = false;
+        for (int64_t key = 0, column_end; key < num_keys;) {
+            const int64_t column = (block + key) / m->block_kv;
+            const column_rows c = read_column(m, kinds, mask_row + 64 * w, rows, column);
+            column_end = least((column + 1) * m->block_kv - block, num_keys);
+            if (c.partial && !has_looked) {
+                look_at_strips(programs, b_idx, head, query, num_rows, block, num_keys, strips);
+                has_looked = true;
             }
-            for (; key < s.end && !s.is_told; key++) {
-                const uint8_t *allowed = fa_flex_line(programs->mask, (int)key, NULL, NULL);
-                for (int w = 0; w < WORDS; w++) {
-                    const uint64_t partial = c.partial.word[w];
-                    note(view, &history[w], w, key,
-                         c.full.word[w] | (partial ? partial & bits_of(allowed + 64 * w) : 0));
-                    bits[key * WORDS + w] = history[w].now;
+            while (key < column_end) {
+                const int64_t strip = key / STRIP,
+                              stop = c.partial ? least(column_end, (strip + 1) * STRIP) : column_end;
+                if (!c.partial || strips[w].told >> strip & 1) {
+                    const bool allowed = c.partial && strips[w].allowed >> strip & 1;
+                    note(first, end, &history, key, c.full | (allowed ? c.partial : 0));
+                    for (; key < stop; key++) bits[key * WORDS + w] = history.now;
+                    continue;
+                }
+                if (!has_started) start(programs, b_idx, head, query + 64 * w, rows, block, num_keys);
+                has_started = true;
+                while (key < stop) {
+                    const uint8_t *allowed = fa_flex_line(programs->mask, (int)key, NULL, NULL);
+                    note(first, end, &history, key, c.full | (c.partial & bits_of(allowed)));
+                    const int64_t next = strips[w].same >> strip & 1 ? stop : key + 1;
+                    for (; key < next; key++) bits[key * WORDS + w] = history.now;
                 }
             }
-            key = s.end;
         }
+        write_rows(end, history.now, num_keys);
+        any |= history.ever != 0;
+        is_all &= history.always == first_bits(rows);
+        view->has_gaps |= history.gaps != 0;
     }
-    bool any = false, is_all = num_keys > 0;
-    view->has_gaps = false;
-    for (int w = 0; w < WORDS; w++) {
-        write_rows(view->end + 64 * w, history[w].now, num_keys);
-        any |= history[w].ever != 0;
-        is_all &= history[w].always == rows.word[w];
-        view->has_gaps |= history[w].gaps != 0;
-    }
+    bound_vectors(view, seen->vec_rows);
     return is_all ? FA_FLEX_SEES_ALL : any ? FA_FLEX_SEES_SOME : FA_FLEX_SEES_NOTHING;
 }
 
@@ -216,10 +230,12 @@ static int64_t number_views(const fa_flex_seen *seen) {
     return count;
 }
 
-fa_flex_seen fa_flex_new_seen(const fa_problem *p, const fa_flex_block_map *map, int block_q, int block_kv) {
+fa_flex_seen fa_flex_new_seen(const fa_problem *p, const fa_flex_block_map *map, int block_q, int block_kv,
+                              int vec_rows) {
     fa_flex_seen seen = {.p = p,
                          .map = *map,
                          .block_kv = block_kv,
+                         .vec_rows = vec_rows,
                          .band_rows = ROWS / block_q * block_q,
                          .blocks = (p->len_kv + block_kv - 1) / block_kv};
     seen.bands = (p->len_q + seen.band_rows - 1) / seen.band_rows;

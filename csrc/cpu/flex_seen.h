@@ -5,7 +5,7 @@
  * that no other task has found or is about to find:
  *
  *   kinds    [num_b][num_h][bands][blocks]    nothing, everything, the number of a view, or not found yet
- *   views    the keys of each row, from the first to the last one that it sees
+ *   views    the keys of each row, from the first to the last one that it sees, and their bounds in each vector of rows
  *   bits     [key][rows]: whether a row sees a key. They are read only where some row sees keys with gaps. Row
  *            8 k + j of 64 is bit k of byte j of a word, so that eight rows are eight bytes, shifted by k.
  *
@@ -24,10 +24,18 @@
 #define FA_FLEX_VIEW_ROWS  FA_FLEX_TILE
 #define FA_FLEX_VIEW_WORDS (FA_FLEX_VIEW_ROWS / 64)
 
+#define FA_FLEX_VIEW_VECS (FA_FLEX_VIEW_ROWS / 4) /* no vector has fewer lanes */
+
+/* Bounds of some rows: the least first key, the greatest end, the greatest first key, the least end. */
+typedef struct {
+    uint8_t low, high, most, least;
+} fa_flex_row_bounds;
+
 /* Keys [first, end) of the block, in bytes. A row that sees no key has first 255 and end 0. */
 typedef struct {
     uint8_t first[FA_FLEX_VIEW_ROWS], end[FA_FLEX_VIEW_ROWS];
-    bool has_gaps; /* some row does not see all keys of [first, end) */
+    fa_flex_row_bounds vectors[FA_FLEX_VIEW_VECS]; /* of the rows of each vector */
+    bool has_gaps;                                 /* some row does not see all keys of [first, end) */
 } fa_flex_view;
 
 /* Kinds from 0 on are numbers of views. View n is not found yet: FA_FLEX_NOT_FOUND - n. */
@@ -38,6 +46,7 @@ typedef struct {
     const fa_problem *p;
     fa_flex_block_map map;
     int block_kv, band_rows;
+    int vec_rows; /* rows of a vector */
     int64_t num_b, num_h, bands, blocks;
     _Atomic int32_t *kinds; /* NULL: there is no table */
     fa_flex_view *views;
@@ -48,9 +57,10 @@ typedef struct {
  * touched. */
 extern int64_t fa_flex_most_table_bytes;
 
-/* The table of a problem, whose map is filled; block_q is the number of rows of a tile. No view is found yet. Without
- * memory there is no table. */
-fa_flex_seen fa_flex_new_seen(const fa_problem *problem, const fa_flex_block_map *map, int block_q, int block_kv);
+/* The table of a problem, whose map is filled; block_q is the number of rows of a tile, and vec_rows that of a vector.
+ * No view is found yet. Without memory there is no table. */
+fa_flex_seen fa_flex_new_seen(const fa_problem *problem, const fa_flex_block_map *map, int block_q, int block_kv,
+                              int vec_rows);
 void fa_flex_free_seen(fa_flex_seen *seen);
 
 /* Finds what rows [row, row + num_rows) of a head see of the block of keys that starts at key `block`. Writes the view

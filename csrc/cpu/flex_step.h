@@ -14,6 +14,7 @@
 #include "flex/evaluate.h"
 #include "flex_programs.h"
 #include "flex_seen.h"
+#include "lanes.h"
 
 /* The lanes of a tile: valid_lanes rows of a head from `row` on. The mods call the first one `query`. Keys count from
  * the start of the block, which begins at key `block` and has num_keys keys of the sequence. */
@@ -62,31 +63,18 @@ typedef struct {
     int row; /* of the view: lane 0 */
 } flex_sight;
 
-/* Bounds of the lanes: the least first key, the greatest end, the greatest first key, the least end. */
-static inline void flex_bounds_of(const uint8_t *first, const uint8_t *end, int lanes, uint8_t bounds[4]) {
-    uint8_t low[16], high[16], most[16], least[16];
-    memset(low, 255, 16), memset(high, 0, 16), memset(most, 0, 16), memset(least, 255, 16);
-    for (int lane = 0; lane < lanes; lane += 16)
-        for (int i = 0; i < 16; i++) {
-            const uint8_t from = first[lane + i], to = end[lane + i];
-            low[i] = from < low[i] ? from : low[i], most[i] = from > most[i] ? from : most[i];
-            high[i] = to > high[i] ? to : high[i], least[i] = to < least[i] ? to : least[i];
-        }
-    for (int i = 0; i < 16; i++) {
-        bounds[0] = low[i] < bounds[0] ? low[i] : bounds[0], bounds[1] = high[i] > bounds[1] ? high[i] : bounds[1];
-        bounds[2] = most[i] > bounds[2] ? most[i] : bounds[2], bounds[3] = least[i] < bounds[3] ? least[i] : bounds[3];
+/* Sets the bounds of all lanes to those of a block seen whole. */
+static inline void flex_bound_whole(fa_lane_bounds *b, int lanes, int num_keys) {
+    for (int lane = 0; lane < lanes; lane += LANES) {
+        vec_store(b->first + lane, vec_set(0.0f));
+        vec_store(b->end + lane, vec_set((float)num_keys));
+        b->vec_first[lane / LANES] = b->common_first[lane / LANES] = 0;
+        b->vec_end[lane / LANES] = b->common_end[lane / LANES] = num_keys;
     }
 }
 
-static inline void flex_add_block(int lanes, const uint8_t *restrict keys, int64_t block, int64_t *restrict sums) {
-    for (int group = 0; group < lanes; group += 16)
-        for (int i = group; i < group + 16; i++) sums[i] = block + keys[i];
-}
-
-/* Finds what the tile sees, and for each lane keys [first, end) of the sequence from the first to the last one. Returns
- * false if no lane sees a key. A lane with first[lane] >= end[lane] sees none. Lanes behind valid_lanes see all keys or
- * none. */
-OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, int64_t *first, int64_t *end,
+/* Finds what the tile sees. Returns false if no lane sees a key. Lanes behind valid_lanes see all keys or none. */
+OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_views *own, fa_lane_bounds *b,
                        flex_sight *sight) {
     const fa_flex_view *view = &own->view[own->next];
     int32_t kind = FA_FLEX_NOT_FOUND;
@@ -103,19 +91,22 @@ OUTLINE bool flex_look(const fa_flex_seen *seen, const flex_tile *t, flex_own_vi
         sight->row = (int)(t->row % seen->band_rows);
     }
     if (kind == FA_FLEX_SEES_NOTHING) return false;
-    int64_t low = 0, high = t->num_keys, most = 0, least = t->num_keys;
+    int low = 0, high = t->num_keys, most = 0, least = t->num_keys;
     if (kind == FA_FLEX_SEES_ALL) {
-        for (int lane = 0; lane < t->lanes; lane++) {
-            first[lane] = t->block;
-            end[lane] = t->block + t->num_keys;
-        }
+        flex_bound_whole(b, t->lanes, t->num_keys);
     } else {
-        const uint8_t *from = view->first + sight->row, *to = view->end + sight->row;
-        uint8_t bounds[4] = {255, 0, 0, 255};
-        flex_bounds_of(from, to, t->lanes, bounds);
-        low = bounds[0], high = bounds[1], most = bounds[2], least = bounds[3];
-        flex_add_block(t->lanes, from, t->block, first);
-        flex_add_block(t->lanes, to, t->block, end);
+        low = 255, high = 0, most = 0, least = 255;
+        for (int lane = 0; lane < t->lanes; lane += LANES) {
+            const fa_flex_row_bounds x = view->vectors[(sight->row + lane) / LANES];
+            low = x.low < low ? x.low : low, high = x.high > high ? x.high : high;
+            most = x.most > most ? x.most : most, least = x.least < least ? x.least : least;
+            b->vec_first[lane / LANES] = x.low;
+            b->vec_end[lane / LANES] = x.high;
+            b->common_first[lane / LANES] = x.most;
+            b->common_end[lane / LANES] = x.least;
+            vec_store(b->first + lane, vec_load_bytes(view->first + sight->row + lane));
+            vec_store(b->end + lane, vec_load_bytes(view->end + sight->row + lane));
+        }
         sight->has_gaps = view->has_gaps;
     }
     sight->begin = low / WORD_ELEMS * WORD_ELEMS, sight->end = high;
@@ -130,30 +121,28 @@ static inline void flex_hide_eight(uint8_t *line, uint64_t sees) {
     UNROLL for (int i = 0; i < 8; i++) line[i] = (uint8_t)((~sees >> 8 * i) & 1); /* one store */
 }
 
-/* Fills a line for key `key`. A lane sees `num` keys from the first one on, in bytes that wrap around. */
-static inline void flex_hide_line(int lanes, uint8_t *restrict line, uint8_t key, const uint8_t *restrict first,
-                                  const uint8_t *restrict num) {
-    for (int group = 0; group < lanes; group += 16)
-        for (int i = group; i < group + 16; i++) line[i] = (uint8_t)(key - first[i]) >= num[i];
+/* Fills a line for key `key`, of lanes that see all keys between their bounds. */
+INLINE void flex_hide_line(int lanes, uint8_t *line, int64_t key, const fa_lane_bounds *b) {
+    const vec seen = vec_set_bits(0), masked = vec_set_bits(1), j = vec_set((float)key);
+    for (int lane = 0; lane < lanes; lane += LANES) {
+        const vec_mask visible = keys_visible(vec_load(b->first + lane), vec_load(b->end + lane), j);
+        vec_store_bytes(line + lane, vec_select(visible, seen, masked), 0);
+    }
 }
 
-/* Fills `hidden` for keys [begin, end) of the block. A lane with first[lane] >= end[lane] sees none of them. */
-OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, int64_t begin, int64_t end, const int64_t *first,
-                       const int64_t *lane_end, uint8_t *hidden) {
-    uint8_t low[FA_FLEX_TILE], num[FA_FLEX_TILE];
+/* Fills `hidden` for keys [begin, end) of the block. */
+OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, const fa_lane_bounds *b, int64_t begin, int64_t end,
+                       uint8_t *hidden) {
     uint64_t sees[FA_FLEX_TILE / 64] = {0};
-    bool is_seen_whole = !sight->masked && end <= t->num_keys;
-    for (int lane = 0; lane < t->lanes; lane++) {
-        const bool is_seen = first[lane] < lane_end[lane];
-        low[lane] = (uint8_t)(first[lane] - t->block);
-        num[lane] = (uint8_t)(is_seen ? lane_end[lane] - first[lane] : 0);
-        sees[lane / 64] |= (uint64_t)is_seen << (lane % 8 * 8 + lane % 64 / 8);
-        is_seen_whole &= is_seen;
-    }
-    if (is_seen_whole && begin >= sight->begin && end <= sight->end) {
+    bool is_seen_whole = !sight->masked && end <= t->num_keys && begin >= sight->begin && end <= sight->end;
+    for (int lane = 0; lane < t->lanes; lane += LANES)
+        is_seen_whole = is_seen_whole && !mask_any(vec_le(vec_load(b->end + lane), vec_load(b->first + lane)));
+    if (is_seen_whole) {
         memset(hidden + begin * t->lanes, 0, (size_t)((end - begin) * t->lanes));
         return;
     }
+    for (int lane = 0; lane < t->lanes && sight->has_gaps; lane++)
+        sees[lane / 64] |= (uint64_t)(b->first[lane] < b->end[lane]) << (lane % 8 * 8 + lane % 64 / 8);
     for (int64_t key = begin; key < end; key++) {
         uint8_t *line = hidden + key * t->lanes;
         if (key >= t->num_keys) {
@@ -165,7 +154,7 @@ OUTLINE void flex_hide(const flex_tile *t, const flex_sight *sight, int64_t begi
                 flex_hide_eight(line + lane, bits & sees[lane / 64] >> lane % 64 / 8);
             }
         } else {
-            flex_hide_line(t->lanes, line, (uint8_t)key, low, num);
+            flex_hide_line(t->lanes, line, key, b);
         }
     }
 }

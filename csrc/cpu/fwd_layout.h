@@ -11,7 +11,8 @@
 #include "flex/block_map.h"
 #include "partition.h"
 
-#define FA_MAX_BLOCK_Q 64
+#define FA_MAX_BLOCK_Q  64
+#define FA_MAX_BLOCK_KV 128
 
 /* One tile: the row and head of each lane, and the running state of the online softmax. Keys count from key 0 of the
  * sequence. */
@@ -25,6 +26,7 @@ typedef struct {
     int64_t row[FA_MAX_BLOCK_Q], head[FA_MAX_BLOCK_Q];
     int64_t first_key, end_key;       /* some lane sees these keys */
     int64_t common_first, common_end; /* every lane sees these keys; empty when some lane sees no key */
+    bool is_started;                  /* O^T holds a sum */
     int lanes, valid_lanes; /* lanes is a multiple of the vector; lanes past valid_lanes repeat the last valid lane */
 } fa_fwd_tile;
 

@@ -40,7 +40,7 @@ INLINE void product_leave(void) {}
 
 /* A register block of C: rows [row, row + ROWS) and lanes [lane, lane + VECS LANES). */
 INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const product_args *p, int64_t row, int lane) {
-    vec acc[8][4], alpha[4], high[4];
+    vec acc[16][4], alpha[4], high[4];
     const float *a = p->a + row * p->a_stride, *b = p->b + lane;
     float *c = p->c + row * p->c_stride + lane;
     if (p->soon) fetch_some(p->soon);
@@ -79,13 +79,26 @@ INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const p
     }
 }
 
+/* A patch of fewer rows has too few independent sums, so it takes as long as one of four or eight rows. Where a rest of
+ * rows would take two such patches, one whole patch stores them, and some rows before them again. */
 INLINE void product_lanes(product_epilogue EPILOGUE, int ROWS, int VECS, const product_args *p, int lane) {
+    const bool STORES = EPILOGUE == PRODUCT_STORE || EPILOGUE == PRODUCT_STORE_MAX;
     int64_t row = 0;
     for (; row + ROWS <= p->rows; row += ROWS) product_patch(EPILOGUE, ROWS, VECS, p, row, lane);
+    const int64_t rest = p->rows - row;
+    if (rest == 0) return;
+    if (STORES && row > 0 && (rest & (rest - 1)) != 0) {
+        product_patch(EPILOGUE, ROWS, VECS, p, p->rows - ROWS, lane);
+        return;
+    }
+    for (; ROWS > 8 && row + 8 <= p->rows; row += 8) product_patch(EPILOGUE, 8, VECS, p, row, lane);
+    for (; ROWS > 4 && row + 4 <= p->rows; row += 4) product_patch(EPILOGUE, 4, VECS, p, row, lane);
+    for (; ROWS > 2 && row + 2 <= p->rows; row += 2) product_patch(EPILOGUE, 2, VECS, p, row, lane);
     for (; row < p->rows; row++) product_patch(EPILOGUE, 1, VECS, p, row, lane);
 }
 
-/* With few lanes a register block has more rows, so that enough independent sums hide the latency of a multiply-add. */
+/* With few lanes a register block has more rows, so that enough independent sums hide the latency of a multiply-add.
+ * That of vdpbf16ps is longer. */
 INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
     int u = 0;
     for (; u + UNROLL_VECS <= p->num_vecs; u += UNROLL_VECS)
@@ -93,7 +106,7 @@ INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
     if (UNROLL_VECS > 3 && p->num_vecs - u == 3) product_lanes(EPILOGUE, UNROLL_ROWS, 3, p, u * LANES);
     if (UNROLL_VECS > 2 && p->num_vecs - u == 2)
         product_lanes(EPILOGUE, UNROLL_VECS > 3 ? 8 : UNROLL_ROWS, 2, p, u * LANES);
-    if (UNROLL_VECS > 1 && p->num_vecs - u == 1) product_lanes(EPILOGUE, 8, 1, p, u * LANES);
+    if (UNROLL_VECS > 1 && p->num_vecs - u == 1) product_lanes(EPILOGUE, WORD_ELEMS > 1 ? 16 : 8, 1, p, u * LANES);
 }
 
 #endif

@@ -62,6 +62,9 @@ INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
     __m128i pairs = _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(pairs, pairs));
 }
+INLINE vec vec_load_bytes(const uint8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
 
 /* As in vec_scalar.h, the magic number finds the nearest integer and its place in the exponent. Here -127 gives
  * zero. */

@@ -66,6 +66,9 @@ INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
     __m512i bits = _mm512_srl_epi32(_mm512_castps_si512(a), _mm_cvtsi32_si128(shift));
     _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(bits));
 }
+INLINE vec vec_load_bytes(const uint8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 
 /* ---- words ---- */
 #ifdef VEC_BF16_WORDS

@@ -196,6 +196,13 @@ INLINE void vec_store_bytes(uint8_t *p, vec a, int shift) {
     for (int i = 0; i < LANES; i++) p[i] = (uint8_t)(lane[i] >> shift);
 }
 
+/* Loads LANES bytes as floats. */
+INLINE vec vec_load_bytes(const uint8_t *p) {
+    float lane[LANES];
+    for (int i = 0; i < LANES; i++) lane[i] = (float)p[i];
+    return vec_load(lane);
+}
+
 /* 2^a for a <= 126, with a relative error of 1e-7. The result is exactly 1 at 0 and exactly 0 below -127, and NaN stays
  * NaN. The magic number moves the nearest integer n into the low bits. 2^(a - n) is a polynomial with constant term
  * 1. */

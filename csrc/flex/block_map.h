@@ -47,22 +47,28 @@ static inline int64_t fa_flex_mask_row(const fa_flex_block_map *m, int64_t b_idx
     return m->offset ? row + m->offset[b_idx] : row;
 }
 
+/* Whether some row of the mask of [first_row, last_row] has a block in a column. */
+static inline bool fa_flex_rows_see(const fa_flex_block_map *m, const uint8_t *kinds, int64_t first_row,
+                                    int64_t last_row, int64_t column) {
+    for (int64_t r = first_row; r <= last_row; r++)
+        if (kinds[r * m->columns + column] != FA_FLEX_EMPTY) return true;
+    return false;
+}
+
 /* Finds the keys [*first, *end) of [key, key_end) from the first to the last block that some row of [row, row_end)
  * sees. Returns whether there are any. `kinds` belongs to the head. */
 static inline bool fa_flex_find_keys(const fa_flex_block_map *m, const uint8_t *kinds, int64_t row, int64_t row_end,
                                      int64_t key, int64_t key_end, int64_t *first, int64_t *end) {
     *first = *end = key_end;
     if (row >= row_end || key >= key_end) return false;
-    for (int64_t c = key / m->block_kv; c <= (key_end - 1) / m->block_kv; c++) {
-        bool sees = false;
-        for (int64_t r = row / m->block_q; r <= (row_end - 1) / m->block_q; r++)
-            sees = sees || kinds[r * m->columns + c] != FA_FLEX_EMPTY;
-        if (!sees) continue;
-        const int64_t begin = c * m->block_kv, stop = begin + m->block_kv;
-        if (*first == key_end) *first = begin > key ? begin : key;
-        *end = stop < key_end ? stop : key_end;
-    }
-    return *first < key_end;
+    const int64_t block_kv = m->block_kv, first_row = row / m->block_q, last_row = (row_end - 1) / m->block_q;
+    int64_t low = key / block_kv, high = (key_end - 1) / block_kv;
+    while (low <= high && !fa_flex_rows_see(m, kinds, first_row, last_row, low)) low++;
+    if (low > high) return false;
+    while (!fa_flex_rows_see(m, kinds, first_row, last_row, high)) high--;
+    *first = low * block_kv > key ? low * block_kv : key;
+    *end = (high + 1) * block_kv < key_end ? (high + 1) * block_kv : key_end;
+    return true;
 }
 
 /* The number of keys of [0, len_kv) that lie in blocks that some row of [row, row_end) sees. */

@@ -11,6 +11,7 @@
 #include "cuda/flex_bounds.h" /* behind the others */
 
 enum { PIECE = 64, MOST_SCANNED = 1024 }; /* elements of a capture */
+enum { MOST_READ = 3 };                   /* operands that bound_op reads, whatever their number */
 typedef enum { HEAD, ROWS, KEYS, ROW, NUM_STEPS } step;
 
 static interval of_number(uint8_t type, fa_flex_number number) {
@@ -43,10 +44,24 @@ static interval of_element(fa_flex_dtype dtype, const void *data, int64_t at) {
     return isnan(real) ? anything(FA_FLEX_F64) : of_reals(real, real, false);
 }
 
-/* Elements [from, to] of a capture of rank 1. */
+#define SCAN(name, element)                                                               \
+    static interval name(const element *data, int64_t stride, int64_t from, int64_t to) { \
+        element lo = data[from * stride], hi = lo;                                        \
+        for (int64_t i = from + 1; i <= to; i++) {                                        \
+            const element x = data[i * stride];                                           \
+            lo = x < lo ? x : lo, hi = x > hi ? x : hi;                                   \
+        }                                                                                 \
+        return of_ints(lo, hi);                                                           \
+    }
+SCAN(scan_i32, int32_t)
+SCAN(scan_i64, int64_t)
+
+/* Elements [from, to] of a capture of rank 1. The dtypes that index tables often have loops of their own. */
 static interval of_elements(const fa_flex_bound *bound, int capture, int64_t from, int64_t to) {
     const fa_flex_dtype dtype = (fa_flex_dtype)bound->program->captures[capture].dtype;
     const fa_flex_capture *c = &bound->captures[capture];
+    if (dtype == FA_FLEX_OF_I32) return scan_i32(c->data, c->stride[0], from, to);
+    if (dtype == FA_FLEX_OF_I64) return scan_i64(c->data, c->stride[0], from, to);
     interval all = of_element(dtype, c->data, from * c->stride[0]);
     for (int64_t i = from + 1; i <= to; i++)
         all = hull((uint8_t)fa_flex_type_of(dtype), all, of_element(dtype, c->data, i * c->stride[0]));
@@ -112,6 +127,7 @@ static interval gather(const fa_flex_bound *bound, const fa_flex_tables *tables,
     if (tables && tables->pieces[x->source])
         return of_pieces(bound, tables->pieces[x->source], x->source, from[0], to[0]);
     if (volume > MOST_SCANNED) return anything(x->result);
+    if (x->num_operands == 1) return of_elements(bound, x->source, from[0], to[0]);
     interval all = {0};
     for (bool is_first = true;; is_first = false) {
         int64_t place = 0;
@@ -137,6 +153,7 @@ struct fa_flex_intervals {
     int32_t *order;                    /* instructions, the steps one after the other */
     int32_t first[NUM_STEPS + 1];
     uint8_t *is_of_rows; /* [num_instructions] */
+    uint8_t *is_same;    /* [num_instructions], of fa_flex_bound_is_same */
     interval index[4];
 };
 
@@ -175,11 +192,12 @@ static void run_step(fa_flex_intervals *v, step now, interval *rows) {
     const fa_flex_program *p = v->bound->program;
     for (int32_t i = v->first[now]; i < v->first[now + 1]; i++) {
         const fa_flex_instruction *x = &p->instructions[v->order[i]];
-        interval in[FA_FLEX_MAX_OPERANDS] = {{{0}, {0}, false}};
+        interval in[FA_FLEX_MAX_OPERANDS];
         for (int j = 0; j < x->num_operands; j++) {
             const int32_t operand = x->operand[j];
             in[j] = v->is_of_rows[operand] ? rows[operand] : v->values[operand];
         }
+        for (int j = x->num_operands; j < MOST_READ; j++) in[j] = (interval){0};
         (now == ROWS ? rows : v->values)[v->order[i]] = bound_value(v, x, in);
     }
 }
@@ -207,6 +225,27 @@ fa_flex_interval fa_flex_bound_block(fa_flex_intervals *v, int slot) {
     return v->is_of_rows[last] ? v->rows[slot][last] : v->values[last];
 }
 
+/* Whether the bounds leave one value. Zeros are two values: 1 / 0 tells their signs. */
+static bool is_one(uint8_t type, interval x) {
+    if (type == FA_FLEX_BOOL || type == FA_FLEX_I64) return x.lo == x.hi;
+    return x.low == x.high && x.low != 0 && !x.nan;
+}
+
+/* A value is the same for all of the keys if it does not depend on the key, if its bounds leave one value, or if it is
+ * an operation on such values. */
+bool fa_flex_bound_is_same(fa_flex_intervals *v, int slot) {
+    const fa_flex_program *p = v->bound->program;
+    const int32_t last = p->num_instructions - 1;
+    for (int32_t idx = 0; idx <= last; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        bool same = x->num_operands > 0;
+        for (int i = 0; i < x->num_operands; i++) same &= v->is_same[x->operand[i]];
+        const interval bounds = v->is_of_rows[idx] ? v->rows[slot][idx] : v->values[idx];
+        v->is_same[idx] = !(x->depends & (FA_FLEX_ON_KV | FA_FLEX_ON_SCORE)) || same || is_one(x->result, bounds);
+    }
+    return v->is_same[last];
+}
+
 fa_flex_intervals *fa_flex_intervals_new(const fa_flex_bound *bound, const fa_flex_tables *tables) {
     const fa_flex_program *p = bound->program;
     const size_t num = (size_t)p->num_instructions;
@@ -217,7 +256,8 @@ fa_flex_intervals *fa_flex_intervals_new(const fa_flex_bound *bound, const fa_fl
     v->values = calloc(num * (FA_FLEX_ROW_SLOTS + 1), sizeof *v->values);
     v->order = malloc(num * sizeof *v->order);
     v->is_of_rows = malloc(num);
-    if (!v->values || !v->order || !v->is_of_rows) {
+    v->is_same = malloc(num);
+    if (!v->values || !v->order || !v->is_of_rows || !v->is_same) {
         fa_flex_intervals_free(v);
         return NULL;
     }
@@ -238,6 +278,7 @@ void fa_flex_intervals_free(fa_flex_intervals *v) {
     free(v->values);
     free(v->order);
     free(v->is_of_rows);
+    free(v->is_same);
     free(v);
 }
 

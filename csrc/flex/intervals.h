@@ -4,6 +4,7 @@
  *   fa_flex_bound_rows    a range of q_idx, kept in one of the slots
  *   fa_flex_bound_keys    a range of kv_idx
  *   fa_flex_bound_block   the result for the rows of a slot and the keys
+ *   fa_flex_bound_is_same behind it: whether no result depends on which of the keys it is
  *
  * Bounds are never too narrow. They may be too wide, because each operation sees only the bounds of its operands. */
 #ifndef FA_FLEX_INTERVALS_H
@@ -42,6 +43,7 @@ void fa_flex_bound_head(fa_flex_intervals *v, int64_t b, int64_t h);
 void fa_flex_bound_rows(fa_flex_intervals *v, int slot, int64_t first, int64_t last);
 void fa_flex_bound_keys(fa_flex_intervals *v, int64_t first, int64_t last);
 fa_flex_interval fa_flex_bound_block(fa_flex_intervals *v, int slot);
+bool fa_flex_bound_is_same(fa_flex_intervals *v, int slot);
 
 /* Bounds of all values [num_instructions] for indices from 0 to most_index and integer parameters from -most_param to
  * most_param, whatever captures hold. INT64_MAX: any parameter. */

@@ -25,6 +25,9 @@
     for (int i = 0; i < n / FA_FLEX_GROUP * FA_FLEX_GROUP; i++) r[i] = (value); \
     return
 
+/* Functions of one type are not inlined into `operate`. Otherwise every operation would set up the frame of the largest
+ * one. */
+
 /* Operations on fp32 and on fp64. */
 #define REAL       float
 #define CALL(name) name##f
@@ -41,7 +44,7 @@
 #undef CALL
 #undef FAST
 
-static void operate_ints(fa_flex_op op, int n, int64_t *restrict r, const int64_t *a, const int64_t *b) {
+OUTLINE void operate_ints(fa_flex_op op, int n, int64_t *restrict r, const int64_t *a, const int64_t *b) {
     switch (op) {
     case FA_FLEX_add: EACH(fa_flex_add_ints(a[i], b[i]));
     case FA_FLEX_sub: EACH(fa_flex_sub_ints(a[i], b[i]));
@@ -70,7 +73,7 @@ static void operate_ints(fa_flex_op op, int n, int64_t *restrict r, const int64_
     }
 }
 
-static void operate_bools(fa_flex_op op, int n, uint8_t *restrict r, const uint8_t *a, const uint8_t *b) {
+OUTLINE void operate_bools(fa_flex_op op, int n, uint8_t *restrict r, const uint8_t *a, const uint8_t *b) {
     switch (op) {
     case FA_FLEX_bit_and: EACH(a[i] & b[i]);
     case FA_FLEX_bit_or: EACH(a[i] | b[i]);
@@ -80,14 +83,14 @@ static void operate_bools(fa_flex_op op, int n, uint8_t *restrict r, const uint8
     }
 }
 
-#define COMPARE_ALL(name, element)                                                                    \
-    static void name(fa_flex_op op, int n, uint8_t *restrict r, const element *a, const element *b) { \
-        switch (op) {                                                                                 \
-        case FA_FLEX_eq: EACH(a[i] == b[i]);                                                          \
-        case FA_FLEX_ne: EACH(a[i] != b[i]);                                                          \
-        case FA_FLEX_lt: EACH(a[i] < b[i]);                                                           \
-        default: EACH(a[i] <= b[i]);                                                                  \
-        }                                                                                             \
+#define COMPARE_ALL(name, element)                                                                     \
+    OUTLINE void name(fa_flex_op op, int n, uint8_t *restrict r, const element *a, const element *b) { \
+        switch (op) {                                                                                  \
+        case FA_FLEX_eq: EACH(a[i] == b[i]);                                                           \
+        case FA_FLEX_ne: EACH(a[i] != b[i]);                                                           \
+        case FA_FLEX_lt: EACH(a[i] < b[i]);                                                            \
+        default: EACH(a[i] <= b[i]);                                                                   \
+        }                                                                                              \
     }
 COMPARE_ALL(compare_bools, uint8_t)
 COMPARE_ALL(compare_ints, int64_t)
@@ -107,21 +110,21 @@ static void compare(const fa_flex_operation *o) {
 /* As x86 converts: a value outside of int64's range, or a NaN, gives the least value. */
 static int64_t int_from(double x) { return x >= -0x1p63 && x < 0x1p63 ? (int64_t)x : INT64_MIN; }
 
-#define CONVERT_FROM(name, element, is_int)                                 \
-    static void name(fa_flex_type to, int n, void *out, const element *a) { \
-        if (to == FA_FLEX_BOOL) {                                           \
-            uint8_t *restrict r = out;                                      \
-            EACH(a[i] != 0);                                                \
-        } else if (to == FA_FLEX_I64) {                                     \
-            int64_t *restrict r = out;                                      \
-            EACH(is_int ? (int64_t)a[i] : int_from((double)a[i]));          \
-        } else if (to == FA_FLEX_F32) {                                     \
-            float *restrict r = out;                                        \
-            EACH((float)a[i]);                                              \
-        } else {                                                            \
-            double *restrict r = out;                                       \
-            EACH((double)a[i]);                                             \
-        }                                                                   \
+#define CONVERT_FROM(name, element, is_int)                                  \
+    OUTLINE void name(fa_flex_type to, int n, void *out, const element *a) { \
+        if (to == FA_FLEX_BOOL) {                                            \
+            uint8_t *restrict r = out;                                       \
+            EACH(a[i] != 0);                                                 \
+        } else if (to == FA_FLEX_I64) {                                      \
+            int64_t *restrict r = out;                                       \
+            EACH(is_int ? (int64_t)a[i] : int_from((double)a[i]));           \
+        } else if (to == FA_FLEX_F32) {                                      \
+            float *restrict r = out;                                         \
+            EACH((float)a[i]);                                               \
+        } else {                                                             \
+            double *restrict r = out;                                        \
+            EACH((double)a[i]);                                              \
+        }                                                                    \
     }
 CONVERT_FROM(convert_bools, uint8_t, true)
 CONVERT_FROM(convert_ints, int64_t, true)
@@ -138,9 +141,9 @@ static void convert(const fa_flex_operation *o) {
     }
 }
 
-#define CHOOSE(name, element)                                                                               \
-    static void name(int n, element *restrict r, const uint8_t *c, const element *yes, const element *no) { \
-        EACH(c[i] ? yes[i] : no[i]);                                                                        \
+#define CHOOSE(name, element)                                                                                \
+    OUTLINE void name(int n, element *restrict r, const uint8_t *c, const element *yes, const element *no) { \
+        EACH(c[i] ? yes[i] : no[i]);                                                                         \
     }
 CHOOSE(choose_bools, uint8_t)
 CHOOSE(choose_ints, int64_t)

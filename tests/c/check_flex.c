@@ -507,6 +507,11 @@ static void check_views(const flex_case *c, const fa_flex_seen *seen, const fa_f
     for (int i = 0; i < rows; i++)
         any = check_view_row(c, &view, bits, b, h, row + i, i, block, end, &all, &gaps) || any;
     for (int64_t i = rows; i < FA_FLEX_VIEW_ROWS; i++) assert_true(view.first[i] == 255 && view.end[i] == 0);
+    for (int i = 0; i < FA_FLEX_VIEW_ROWS; i++) {
+        const fa_flex_row_bounds x = view.vectors[i / seen->vec_rows];
+        assert_true(x.low <= view.first[i] && view.first[i] <= x.most && x.least <= view.end[i] &&
+                    view.end[i] <= x.high);
+    }
     assert_int_equal(view.has_gaps, gaps);
     assert_int_equal(kind, all ? FA_FLEX_SEES_ALL : any ? FA_FLEX_SEES_SOME : FA_FLEX_SEES_NOTHING);
     fa_flex_see_task(seen, programs, b, h, row, row + rows, block, end); /* of this head, or of one like it */
@@ -526,7 +531,8 @@ static void test_views(void **state) {
         fa_flex_block_map map = fa_flex_block_map_of(&c->p);
         map.kinds = zeros((int64_t)fa_flex_block_map_bytes(&map), 1);
         fa_flex_fill_block_map(&map, &c->flex);
-        fa_flex_seen seen = fa_flex_new_seen(&c->p, &map, tiles[below(COUNT(tiles))], blocks[below(COUNT(blocks))]);
+        fa_flex_seen seen =
+            fa_flex_new_seen(&c->p, &map, tiles[below(COUNT(tiles))], blocks[below(COUNT(blocks))], 4 << below(3));
         fa_flex_programs programs;
         assert_true(seen.kinds && fa_flex_make_programs(&c->p, FA_ISA_SCALAR, &programs));
         for (int64_t head = 0; head < c->p.b * c->p.h; head++)
