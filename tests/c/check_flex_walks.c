@@ -140,8 +140,10 @@ static bool ends_late(const fa_cuda_flex_walks *a, const int *walks) {
 
 /* The order has each tile once: all in their order, or long walks first. Of walks of one length the last query tile is
  * the first, but the first key tile. */
+static int num_orders[2]; /* by length, and kept */
 static void check_order(int seed, const fa_cuda_flex_walks *a, const int *walks, const int *order) {
     const bool keeps = a->group_heads > 0 && !ends_late(a, walks);
+    num_orders[keeps] += a->group_heads > 0 && a->own_tiles > 1;
     for (int i = 0; i < a->own_tiles; i++) {
         if (order[i] < 0 || order[i] >= a->own_tiles) fail_msg("--seed %d: there is no tile %d", seed, order[i]);
         if (keeps && order[i] != i) fail_msg("--seed %d: place %d has tile %d", seed, i, order[i]);
@@ -284,6 +286,7 @@ static int first_seed, last_seed = 300;
 static void test_cases(void **state) {
     (void)state;
     for (int seed = first_seed; seed <= last_seed; seed++) run_case(seed);
+    if (first_seed < last_seed) assert_true(num_orders[0] >= 10 && num_orders[1] >= 10);
 }
 
 int main(int argc, char **argv) {
