@@ -38,6 +38,7 @@ void emulated_cp_async_wait_group(int pending);
 void emulated_bar_sync(unsigned id, unsigned num_threads);
 int emulated_bar_red_or(unsigned id, unsigned num_threads, int x);
 void emulated_bar_arrive(unsigned id, unsigned num_threads);
+void emulated_yield(bool something_happened);
 void emulated_cluster_sync(void);
 /* The shared memory of another CTA of the cluster. It may be written only between two barriers of the cluster. */
 char *emulated_memory_of(unsigned rank);

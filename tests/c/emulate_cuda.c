@@ -10,13 +10,13 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { MOST_THREADS = 512, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 227 << 10, MOST_COPIES = 2048 };
+enum { MOST_THREADS = 512, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 228 << 10, MOST_COPIES = 2048 };
 
 typedef struct {
     unsigned x, y, z;
 } triple;
 triple emulated_thread, emulated_block, emulated_block_size, emulated_grid_size;
-_Alignas(128) char memory[SHARED_BYTES + 4096];
+_Alignas(1024) char memory[SHARED_BYTES + 4096];
 
 typedef struct {
     void *dst;
@@ -86,6 +86,12 @@ static void yield(void) {
         emulated_thread.x = next;
         go_on(threads[next].state);
     }
+}
+
+/* Other threads go on while this one waits. `something_happened`: this is no sign that nobody reaches a barrier. */
+void emulated_yield(bool something_happened) {
+    if (something_happened) num_idle_turns = 0;
+    yield();
 }
 
 /* Returns the meeting's generation. */

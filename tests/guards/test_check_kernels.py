@@ -149,3 +149,24 @@ def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tm
         mods = [*options, c / "check_bwd_mods.cpp", tmp_path / "engine.o", "-rdynamic"]
         run(*compiler, *constants, *mods, "-o", tmp_path / "check_bwd_mods")
         assert "as they should be" in run(tmp_path / "check_bwd_mods")
+
+
+# Rows of 64 columns walk in bursts without options. The others have the steps of kernels with options, without these.
+EMULATED_ROWS = [
+    "bf16_d64_q128kv128_causal", "fp16_d64_q128kv128", "bf16_d64_q128kv128_local_varlen",
+    "fp16_d64_q128kv128_causal_varlen", "bf16_d128_q64kv128_causal"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", EMULATED_ROWS)
+def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
+    """The whole kernel runs on emulated threads, TMA, mbarriers and wgmma (tests/c/hopper_emulation.h)."""
+    kernels = {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels()}
+    _, options = flash_attn_2_cuda.cuda_kernel_source(*kernels[f"attn_bwd_sm90_{row}"])
+    constants = [option for option in options if option.startswith("-D")]
+    c = ROOT / "tests" / "c"
+    compile_emulation(tmp_path / "engine.o")
+    compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", c]
+    program = [c / "check_bwd_sm90.cpp", tmp_path / "engine.o", "-rdynamic", "-Wl,--defsym=smem=memory+1024"]
+    run(*compiler, *constants, *program, "-o", tmp_path / "check_bwd_sm90")
+    assert "all gradients are right" in run(tmp_path / "check_bwd_sm90")

@@ -1,0 +1,212 @@
+/* Tests attn_bwd_sm90 (csrc/cuda/attn_bwd_sm90.cu): dQ, dK and dV against sums in double, with masks, grouped heads,
+ * packed sequences, cut tiles, a fixed order of dQ and a converter.
+ *
+ * All threads of one CTA run the kernel's own code (cuda_emulation.h, hopper_emulation.h). The CTA does all work tiles
+ * one after the other, so nothing between CTAs is tested. Each problem runs in three manners. In each manner some warp
+ * or warpgroup may be slow, and so may be copies.
+ *
+ * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def of 64 or 128 columns. The linker places
+ * `smem`, the kernel's shared memory, 1024 bytes behind `memory`. */
+#include "hopper_emulation.h"
+
+#include "cuda/attn_bwd_tiles.cuh"
+
+/* In place of loads and additions in the L2. */
+static void wait_here(const u32 *turn, u32 rank) {
+    while (*turn < rank) {
+        maybe_run_copy();
+        emulated_yield(!copies.empty());
+    }
+}
+static void end_here(u32 *turn) { ++*turn; }
+#define wait_turn wait_here
+#define end_turn  end_here
+#include "cuda/attn_bwd_sm90.cu"
+
+extern "C" {
+#include "emulate_cuda.h"
+}
+static void run_kernel(const void *p) { KERNEL(*(const params *)p); }
+
+struct problem {
+    const char *name;
+    std::vector<int> len_q, len_kv;
+    int h, h_kv, d;
+    bool in_order, converts;
+    int group_heads, pieces;
+};
+constexpr int WINDOW_LEFT = LOCAL ? 150 : -1, WINDOW_RIGHT = CAUSAL ? 0 : LOCAL ? 20 : -1;
+
+/* [rows, h, d] */
+struct tensor {
+    int rows, h, d;
+    std::vector<element> data;
+    emulated_map map;
+
+    tensor(int rows, int h, int d) : rows(rows), h(h), d(d), data((size_t)(rows * h * d), element{0x7fff}) {}
+    void draw() {
+        std::normal_distribution<float> normal;
+        for (element &x : data) x = cvt<element>(normal(random_bits));
+    }
+    element *row(int i, int head) { return &data[(size_t)((i * h + head) * d)]; }
+    double at(int i, int head, int column) { return cvt_f32(row(i, head)[column]); }
+    /* len: of each sequence, if they are not packed. */
+    void fill_map(fa_tensor_map &to, int len, int box_rows) {
+        const long row_bytes = 2L * h * d;
+        char *start = (char *)data.data();
+        if (VARLEN) /* tensor_map.h says why */
+            map = {start - rows * row_bytes, row_bytes, 2L * d, row_bytes, d, rows, h, rows + 1, box_rows};
+        else
+            map = {start, row_bytes, 2L * d, len * row_bytes, d, len, h, rows / len, box_rows};
+        const emulated_map *place = &map;
+        memcpy(to.words, &place, sizeof place);
+    }
+    fa_bwd_tensor view(int len) {
+        return {data.data(), VARLEN ? 0 : (long long)len * h * d, (long long)h * d, (long long)d};
+    }
+};
+
+/* What the kernel shall compute, and what attn_bwd_prep leaves for it. */
+struct expected {
+    std::vector<double> dq, dk, dv;
+    std::vector<float> stats;
+    std::vector<unsigned> turns;
+};
+
+/* Adds the share of one query row. `slab` and `place` are those of the row. Rows that see no key get zeros, as
+ * attn_bwd_prep writes them where no key tile comes. */
+static void add_row(expected &e, tensor &q, tensor &k, tensor &v, tensor &dout, tensor &dq, int row, int head,
+                    int first_key, int begin, int end, size_t slab, int place) {
+    const int d = q.d, head_kv = head / (q.h / k.h);
+    const double scale = 1 / sqrt(d);
+    std::vector<double> p;
+    double largest = -INFINITY, sum = 0, delta = 0;
+    for (int j = begin; j < end; j++) {
+        double x = 0;
+        for (int c = 0; c < d; c++) x += q.at(row, head, c) * k.at(first_key + j, head_kv, c);
+        p.push_back(x * scale), largest = fmax(largest, x * scale);
+    }
+    for (double x : p) sum += exp(x - largest);
+    const double lse = p.empty() ? INFINITY : largest + log(sum);
+    std::vector<double> dp(p.size(), 0);
+    for (size_t j = 0; j < p.size(); j++) {
+        p[j] = exp(p[j] - lse);
+        for (int c = 0; c < d; c++) dp[j] += dout.at(row, head, c) * v.at(first_key + begin + (int)j, head_kv, c);
+        delta += p[j] * dp[j]; /* dO . O */
+    }
+    for (size_t j = 0; j < p.size(); j++) {
+        const size_t key = (size_t)(((first_key + begin + (int)j) * k.h + head_kv) * d);
+        const double ds = p[j] * (dp[j] - delta) * scale;
+        for (int c = 0; c < d; c++) {
+            e.dv[key + c] += p[j] * dout.at(row, head, c), e.dk[key + c] += ds * q.at(row, head, c);
+            e.dq[(size_t)((row * q.h + head) * d + c)] += ds * k.at(first_key + begin + (int)j, head_kv, c);
+        }
+    }
+    float *stats = &e.stats[slab * 2 * BLOCK_Q + place / 16 * 16 + stat_place(place % 16)];
+    stats[0] = (float)(lse * LOG2_E), stats[BLOCK_Q] = (float)delta;
+    if (p.empty()) e.turns[2 * slab + 1] = 1;
+    for (int c = 0; c < d && p.empty(); c++) dq.row(row, head)[c] = {0};
+}
+
+static double error_of(tensor &x, const std::vector<double> &right) {
+    double off = 0, all = 0;
+    for (size_t i = 0; i < right.size(); i++) {
+        const double difference = cvt_f32(x.data[i]) - right[i];
+        off += difference * difference, all += right[i] * right[i];
+    }
+    return all > 0 ? sqrt(off / all) : sqrt(off);
+}
+
+static void check(const problem &x) {
+    const int b = (int)x.len_q.size(), group = x.h / x.h_kv, len_q = x.len_q[0], len_kv = x.len_kv[0];
+    std::vector<int> cu_q = {0}, cu_kv = {0};
+    for (int i = 0; i < b; i++) cu_q.push_back(cu_q[i] + x.len_q[i]), cu_kv.push_back(cu_kv[i] + x.len_kv[i]);
+    const int total_q = cu_q[b], total_kv = cu_kv[b];
+    tensor q(total_q, x.h, x.d), dout = q, dq = q, k(total_kv, x.h_kv, x.d), v = k, dk = k, dv = k;
+    for (tensor *t : {&q, &dout, &k, &v}) t->draw();
+
+    const int num_slabs = VARLEN ? total_q / BLOCK_Q + b : ceil_div(len_q, BLOCK_Q);
+    const size_t slabs = (size_t)(num_slabs * (VARLEN ? x.h : b * x.h));
+    expected e = {std::vector<double>(q.data.size()), std::vector<double>(k.data.size()),
+                  std::vector<double>(k.data.size()), std::vector<float>(slabs * 2 * BLOCK_Q),
+                  std::vector<unsigned>(slabs * 2)};
+    for (size_t i = 0; i < e.stats.size(); i++) e.stats[i] = i / BLOCK_Q % 2 ? 0 : INFINITY; /* rows beyond the end */
+    for (int n = 0; n < b; n++)
+        for (int head = 0; head < x.h; head++)
+            for (int i = 0; i < x.len_q[n]; i++) {
+                const int at = i + x.len_kv[n] - x.len_q[n]; /* the key on the diagonal */
+                const int begin = WINDOW_LEFT < 0 ? 0 : max(at - WINDOW_LEFT, 0);
+                const int end = WINDOW_RIGHT < 0 ? x.len_kv[n] : min(at + WINDOW_RIGHT + 1, x.len_kv[n]);
+                const int first = VARLEN ? head * num_slabs + cu_q[n] / BLOCK_Q + n : (n * x.h + head) * num_slabs;
+                add_row(e, q, k, v, dout, dq, cu_q[n] + i, head, cu_kv[n], begin, end, (size_t)(first + i / BLOCK_Q),
+                        i % BLOCK_Q);
+            }
+
+    std::vector<float> sums(slabs * SLAB_FLOATS, NAN);
+    const int tiles = VARLEN ? (total_kv / BLOCK_KV + b) * x.h_kv : ceil_div(len_kv, BLOCK_KV) * b * x.h_kv;
+    std::vector<float> kv_sums((size_t)(tiles * 8 * 2 * KV_REGS * 32), NAN);
+    std::vector<unsigned> kv_turns((size_t)(tiles * 8));
+    unsigned tile_counter = 0;
+    params p = {};
+    q.fill_map(p.q, len_q, BLOCK_Q), dout.fill_map(p.dout, len_q, BLOCK_Q), dq.fill_map(p.dq_rows, len_q, 16);
+    k.fill_map(p.k, len_kv, BLOCK_KV), v.fill_map(p.v, len_kv, BLOCK_KV);
+    dk.fill_map(p.dk_tiles, len_kv, BLOCK_KV), dv.fill_map(p.dv_tiles, len_kv, BLOCK_KV);
+    p.dq = dq.view(len_q), p.dk = dk.view(len_kv), p.dv = dv.view(len_kv);
+    p.stats = e.stats.data(), p.dq_sums = sums.data(), p.turns = e.turns.data();
+    p.kv_sums = kv_sums.data(), p.kv_turns = kv_turns.data(), p.tile_counter = &tile_counter;
+    p.num_slabs = num_slabs, p.b = b, p.h = x.h, p.h_kv = x.h_kv, p.d = p.d_v = x.d;
+    p.heads_per_tile = CUTS_HEADS ? group / x.pieces : group, p.heads_inverse = FA_HEADS_INVERSE(p.heads_per_tile);
+    p.len_q = VARLEN ? total_q : len_q, p.len_kv = VARLEN ? total_kv : len_kv;
+    p.cu_seqlens_q = cu_q.data(), p.cu_seqlens_k = cu_kv.data();
+    p.num_kv_tiles = ceil_div(len_kv, BLOCK_KV), p.pieces = x.pieces;
+    p.num_cut = x.pieces == 1 ? 0 : CUTS_QUERIES ? ceil_div(tiles, 2) : tiles;
+    p.num_whole = tiles - p.num_cut, p.num_tiles = p.num_whole + p.num_cut * x.pieces;
+    p.in_order = x.in_order, p.converts = x.converts, p.group_heads = x.group_heads;
+    p.scale = p.score_scale = 1 / sqrtf((float)x.d), p.scale_log2 = p.scale * (float)LOG2_E;
+    p.window_left = WINDOW_LEFT, p.window_right = WINDOW_RIGHT, p.keep_max = 255, p.keep_scale = 1;
+
+    const emulated_shape shape = {1, 1, 1, 1, THREADS, SHARED_BASE + (unsigned)sizeof(shared_memory)};
+    emulate_launch(run_kernel, &p, &shape);
+    EMULATED_EXPECT(copies.empty());
+    const double errors[] = {error_of(dq, e.dq), error_of(dk, e.dk), error_of(dv, e.dv)}, most = BF16 ? 4e-3 : 5e-4;
+    bool is_right = true;
+    for (double error : errors) is_right &= error < most; /* false for NaN */
+    if (is_right) return;
+    fprintf(stderr, "%s: errors of dq, dk, dv %g %g %g (late products %d, immediate copies %d, pace %u, slow %d %d)\n",
+            x.name, errors[0], errors[1], errors[2], manner.products_are_late, manner.copies_are_immediate,
+            manner.copy_pace, manner.slow_warp, manner.slow_group);
+    exit(1);
+}
+
+static const problem PROBLEMS[] = {
+#if VARLEN
+    {"packed", {130, 0, 1, 300, 129}, {130, 7, 0, 257, 300}, 4, 2, HEAD_DIM, false, false, 2, 1},
+    {"packed, in order", {130, 1, 300}, {130, 9, 257}, 2, 2, HEAD_DIM, true, false, 2, 1},
+    {"packed, cut tiles", {300, 200}, {300, 200}, 4, 1, HEAD_DIM, false, false, 2, 2},
+    {"packed, maybe a converter", {300, 200}, {300, 200}, 2, 2, HEAD_DIM, false, true, 2, 1},
+#else
+    {"300", {300}, {300}, 2, 2, HEAD_DIM, false, false, 2, 1},
+    {"129 x 385", {129, 129}, {385, 385}, 2, 1, HEAD_DIM, false, false, 1, 1},
+    {"385 x 129, in order", {385}, {129}, 2, 2, HEAD_DIM - 24, true, false, 2, 1},
+    {"520, maybe a converter", {520}, {520}, 2, 2, HEAD_DIM, false, true, 1, 1},
+    {"200 x 500, maybe a converter", {200}, {500}, 2, 1, HEAD_DIM, false, true, 1, 1},
+    {"50, maybe a converter", {50}, {50}, 3, 3, HEAD_DIM, false, true, 1, 1},
+    {"500 x 200, maybe a converter", {500}, {200}, 2, 2, HEAD_DIM, false, true, 2, 1},
+    {"cut tiles, in order", {400}, {400}, 4, 1, HEAD_DIM, true, false, 2, 2},
+    {"tiles in four pieces", {400}, {400}, 4, 1, HEAD_DIM, false, false, 2, 4},
+#endif
+};
+
+int main() {
+    static const unsigned paces[] = {4, 100, 1500};
+    for (int n = 0; n < 3; n++)
+        for (const problem &x : PROBLEMS) {
+            const int slow =
+                (int)(random_bits() % 7) - 2; /* a warp of the first warpgroup, one of the others, or none */
+            manner = {n != 1, n == 2, paces[random_bits() % 3], slow >= 0 && slow < 4 ? slow : -1,
+                      slow < 0 ? slow + 3 : -1};
+            check(x);
+        }
+    puts("all gradients are right");
+    return 0;
+}

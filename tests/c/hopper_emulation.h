@@ -1,0 +1,316 @@
+/* An emulation of ptx_sm90.cuh and ptx_cluster.cuh for one CTA: mbarriers, TMA and wgmma. cuda_emulation.h has the
+ * rest, and is included before.
+ *
+ * What the hardware may do at any time happens at random times here. A copy of TMA happens some time after its issue,
+ * and until then its destination holds NaN. A product runs when it is issued, or only at the wait for it. A warp or a
+ * warpgroup may be slow. So a missing wait gives wrong numbers, often but not always. Registers of A are read at the
+ * issue. Fences are not emulated. */
+#ifndef HOPPER_EMULATION_H
+#define HOPPER_EMULATION_H
+
+#define FA_PTX_SM90_CUH
+#include "cuda/tensor_map.h"
+#include <functional>
+#include <random>
+#include <vector>
+
+static std::mt19937 random_bits(1);
+
+#define EMULATED_EXPECT(...)                                                          \
+    do {                                                                              \
+        if (__VA_ARGS__) break;                                                       \
+        fprintf(stderr, "line %d: this does not hold: %s\n", __LINE__, #__VA_ARGS__); \
+        abort();                                                                      \
+    } while (0)
+
+/* How this run behaves. */
+static struct {
+    bool products_are_late, copies_are_immediate;
+    unsigned copy_pace;        /* a copy happens at one of so many looks */
+    int slow_warp, slow_group; /* -1: none */
+} manner;
+
+/* Whole warp, at a wait. A slow warp stands still for a while. */
+static void stand_still() {
+    const int warp = (int)threadIdx.x / 32;
+    if (threadIdx.x % 32 || (warp != manner.slow_warp && warp / 4 != manner.slow_group) || random_bits() % 3 == 0)
+        return;
+    for (unsigned i = random_bits() % 600; i > 0; i--) emulated_yield(true);
+}
+
+/* ---- mbarriers --------------------------------------------------------------------------------------------------- */
+
+struct emulated_mbarrier {
+    int count, pending;
+    long bytes; /* announced and not there */
+    unsigned phase;
+
+    void look() {
+        EMULATED_EXPECT(pending >= 0);
+        if (pending == 0 && bytes == 0) phase++, pending = count;
+    }
+};
+static emulated_mbarrier mbarriers[(228 << 10) / 8];
+static emulated_mbarrier &mbarrier_at(const u64 *barrier) { return mbarriers[smem_address(barrier) / 8]; }
+
+static void init_mbarrier(u64 *barrier, u32 count) { mbarrier_at(barrier) = {(int)count, (int)count, 0, 0}; }
+static void mbarrier_arrive(u64 *barrier) { mbarrier_at(barrier).pending--, mbarrier_at(barrier).look(); }
+static void announce(u64 *barrier, u32 bytes) { mbarrier_at(barrier).bytes += bytes, mbarrier_arrive(barrier); }
+static void complete(u64 *barrier, u32 bytes) { mbarrier_at(barrier).bytes -= bytes, mbarrier_at(barrier).look(); }
+
+/* ---- copies ------------------------------------------------------------------------------------------------------ */
+
+struct emulated_copy {
+    unsigned thread;
+    bool is_load;
+    std::function<void()> run;
+};
+static std::vector<emulated_copy> copies; /* on their way */
+
+static void run_copy(size_t i) {
+    const std::function<void()> run = copies[i].run;
+    copies.erase(copies.begin() + (long)i);
+    run();
+}
+/* Stores of one thread keep their order. Loads may overtake others. */
+static void maybe_run_copy() {
+    if (copies.empty() || random_bits() % manner.copy_pace) return;
+    size_t i = random_bits() % copies.size();
+    for (size_t k = 0; k < i && !copies[i].is_load; k++)
+        if (!copies[k].is_load && copies[k].thread == copies[i].thread) i = k;
+    run_copy(i);
+}
+static void add_copy(bool is_load, const std::function<void()> &run) {
+    copies.push_back({threadIdx.x, is_load, run});
+    if (manner.copies_are_immediate) run_copy(copies.size() - 1);
+}
+static void wait_mbarrier(u64 *barrier, u32 parity) {
+    stand_still();
+    while (mbarrier_at(barrier).phase % 2 == parity) {
+        const bool waits_for_copies = !copies.empty();
+        maybe_run_copy();
+        emulated_yield(waits_for_copies);
+    }
+}
+
+/* In place of the functions of cuda_emulation.h, which are for a cluster whose data arrives at once. */
+#define mbarrier_init             init_mbarrier
+#define mbarrier_arrive_expect_tx announce
+#define mbarrier_wait             wait_mbarrier
+constexpr u32 ARRIVING_LANES = 1;
+static bool arrives_for_warp(u32 lane) { return lane == 0; }
+constexpr u32 of_warps(u32 warps) { return warps; }
+static void mbarrier_arrive_for_others(u64 *) {}
+
+/* fa_tensor_map holds a pointer to this: a tensor of 16-bit elements, in boxes of 64 swizzled columns. */
+struct emulated_map {
+    char *data;
+    long row_bytes, head_bytes, sequence_bytes;
+    int columns, rows, heads, sequences, box_rows;
+
+    bool has(int column, int row, int head, int sequence) const {
+        return column >= 0 && column < columns && row >= 0 && row < rows && head >= 0 && head < heads &&
+               sequence >= 0 && sequence < sequences;
+    }
+    /* Calls `move` with an element of the box in global and in shared memory. Global memory is NULL outside. */
+    template <class mover> void each(u32 box, int column, int row, int head, int sequence, mover move) const {
+        for (int i = 0; i < box_rows; i++)
+            for (int j = 0; j < 64; j++) {
+                const u32 at = box + (u32)(i * 128 + j * 2);
+                char *element = data + (row + i) * row_bytes + head * head_bytes + sequence * sequence_bytes;
+                move(has(column + j, row + i, head, sequence) ? element + 2 * (column + j) : nullptr,
+                     memory + (at ^ (at >> 7 & 7) << 4));
+            }
+    }
+};
+static const emulated_map &map_of(const fa_tensor_map *map) { return **(const emulated_map *const *)map->words; }
+
+enum : u64 { L2_EVICT_FIRST, L2_EVICT_LAST };
+static void prefetch_tensormap(const fa_tensor_map *) {}
+static void cp_async_bulk_prefetch_tensor(...) {}
+static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *barrier, int c0, int c1, int c2, int c3,
+                                      u64) {
+    const emulated_map m = map_of(map);
+    const u32 box = smem_address(dst);
+    EMULATED_EXPECT(box % 1024 == 0 && m.has(c0, c1, c2, c3));
+    memset(dst, 0xff, (size_t)m.box_rows * 128);
+    add_copy(true, [=] {
+        m.each(box, c0, c1, c2, c3, [](const char *from, char *to) { from ? memcpy(to, from, 2) : memset(to, 0, 2); });
+        complete(barrier, (u32)m.box_rows * 128);
+    });
+}
+static void cp_async_bulk_tensor_store(const fa_tensor_map *map, const void *src, int c0, int c1, int c2, int c3) {
+    const emulated_map m = map_of(map);
+    const u32 box = smem_address(src);
+    add_copy(false, [=] {
+        m.each(box, c0, c1, c2, c3, [](char *to, const char *from) { to ? memcpy(to, from, 2) : nullptr; });
+    });
+}
+static void cp_async_bulk_load(void *dst, const void *src, u32 bytes, u64 *barrier) {
+    memset(dst, 0xff, bytes);
+    add_copy(true, [=] { memcpy(dst, src, bytes), complete(barrier, bytes); });
+}
+static void cp_async_bulk_store(float *dst, const float *src, u32 bytes) {
+    add_copy(false, [=] { memcpy(dst, src, bytes); });
+}
+static void cp_reduce_async_bulk_add(float *dst, const float *src, u32 bytes) {
+    add_copy(false, [=] {
+        for (u32 i = 0; i < bytes / 4; i++) dst[i] += src[i];
+    });
+}
+static void cp_async_bulk_commit_group() {}
+static void cp_async_bulk_wait_all() {
+    for (size_t i = 0; i < copies.size();)
+        if (!copies[i].is_load && copies[i].thread == threadIdx.x)
+            run_copy(i);
+        else
+            i++;
+}
+static void cp_async_bulk_wait_all_read() { cp_async_bulk_wait_all(); }
+static void fence_proxy_async() {}
+static void fence_proxy_async_global() {}
+
+/* ---- wgmma ------------------------------------------------------------------------------------------------------- */
+
+typedef std::vector<std::function<void()>> emulated_group;
+static std::vector<emulated_group> groups_of[512]; /* of a thread: products that were committed and have not run */
+static emulated_group open_group_of[512];
+
+static void add_product(const std::function<void()> &run) {
+    if (manner.products_are_late)
+        open_group_of[threadIdx.x].push_back(run);
+    else
+        run();
+}
+static void wgmma_fence() { asm volatile("" ::: "memory"); }
+static void wgmma_commit_group() {
+    groups_of[threadIdx.x].push_back(open_group_of[threadIdx.x]);
+    open_group_of[threadIdx.x].clear();
+}
+template <class T, int N> static void pin(T (&d)[N]) { asm volatile("" ::"r"(&d) : "memory"); }
+static void pin(int &) {}
+static __attribute__((noinline)) void wait_groups(size_t pending) {
+    stand_still();
+    __syncwarp();
+    std::vector<emulated_group> &groups = groups_of[threadIdx.x];
+    for (; groups.size() > pending; groups.erase(groups.begin()))
+        for (const std::function<void()> &run : groups[0]) run();
+    __syncwarp();
+}
+template <int PENDING, int N> static void wgmma_wait_group(float (&d)[N]) { wait_groups(PENDING), pin(d); }
+static void settle(float, void *) {}
+
+static u32 matrix_descriptor(u32 address, u32 leading_bytes) { return address >> 4 | leading_bytes >> 4 << 16; }
+constexpr u32 matrix_descriptor_high(int row_bytes) { return (u32)row_bytes; }
+constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4; }
+
+/* Returns the element of row i of A or of column i of B, at place k of the contraction. */
+template <class T> static float element_of(u32 descriptor, bool is_across, int i, int k) {
+    const u32 start = (descriptor & 0xffff) << 4, leading = descriptor >> 16 << 4, x = (u32)i, y = (u32)k;
+    const u32 at = is_across ? start + x / 64 * leading + y / 8 * 1024 + y % 8 * 128 + x % 64 * 2
+                             : start + x / 8 * 1024 + x % 8 * 128 + y * 2;
+    T element;
+    memcpy(&element, memory + (at ^ (at >> 7 & 7) << 4), sizeof element);
+    return cvt_f32(element);
+}
+
+/* A thread computes its own elements of D. */
+template <int N, class T> struct wgmma {
+    static constexpr int REGS = N / 2;
+
+    template <class element_of_a> static void add(float *d, bool adds, element_of_a a, u32 b, bool is_across) {
+        float A[2][16], B[16];
+        for (int i = 0; i < 32; i++) A[i / 16][i % 16] = a(i / 16, i % 16);
+        for (int i = 0; i < REGS; i += i % 2 ? 3 : 1) { /* both rows of a column */
+            for (int k = 0; k < 16; k++)
+                B[k] = element_of<T>(b, is_across, 8 * (i / 4) + 2 * ((int)threadIdx.x % 4) + i % 2, k);
+            for (int r = 0; r < 2; r++) {
+                float sum = adds ? d[i + 2 * r] : 0;
+                for (int k = 0; k < 16; k++) sum += A[r][k] * B[k];
+                d[i + 2 * r] = sum;
+            }
+        }
+    }
+    template <u32...> static void ss(...) { abort(); } /* of columns that are not emulated */
+    template <u32...> static void rs(...) { abort(); }
+
+    template <u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS = 0, int A_ACROSS = 0, int SIGN = 1>
+    static __attribute__((noinline)) void ss_4(float (&d)[REGS], u32 a, u32 b, int accumulate) {
+        static_assert(A_HIGH == 128 && B_HIGH == 128 && !A_ACROSS, "what is emulated");
+        float *sums = d;
+        add_product([=] {
+            const int row = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
+            for (u32 i = 0; i < 4; i++)
+                add(
+                    sums, accumulate || i > 0,
+                    [&](int r, int k) { return SIGN * element_of<T>(a + i * A_STEP, false, row + 8 * r, k); },
+                    b + i * B_STEP, B_ACROSS);
+        });
+        wgmma_fence();
+    }
+    template <u32 B_HIGH, u32 B_STEP, int SIGN = 1>
+    static __attribute__((noinline)) void rs_4(float (&d)[REGS], const u32 *a, u32 b) {
+        static_assert(B_HIGH == 128, "what is emulated");
+        struct {
+            u32 lanes[4][16];
+        } quad; /* a row's elements lie in the four lanes of a quad */
+        float *sums = d;
+        const char *all = emulated_exchange(a, 64);
+        for (u32 i = 0; i < 4; i++) memcpy(quad.lanes[i], all + 64 * (threadIdx.x % 32 / 4 * 4 + i), 64);
+        __syncwarp();
+        add_product([=] {
+            for (u32 i = 0; i < 4; i++)
+                add(
+                    sums, true,
+                    [&](int r, int k) {
+                        float two[2];
+                        unpack_x2<T>(quad.lanes[k % 8 / 2][4 * i + r + 2 * (k / 8)], two[0], two[1]);
+                        return SIGN * two[k % 2];
+                    },
+                    b + i * B_STEP, true);
+        });
+        wgmma_fence();
+    }
+};
+
+static void store_matrices(u32 address, const u32 (&m)[4], bool is_transposed) {
+    const char *rows = emulated_exchange(&address, sizeof address);
+    const int across = (int)threadIdx.x % 32 / 4, along = 2 * ((int)threadIdx.x % 4);
+    for (int i = 0; i < 8; i++) {
+        const int row = is_transposed ? along + i % 2 : across, column = is_transposed ? across : along + i % 2;
+        const u16 element = (u16)(m[i / 2] >> 16 * (i % 2));
+        u32 at;
+        memcpy(&at, rows + 64 * (8 * (i / 2) + row), sizeof at);
+        memcpy(memory + at + 2 * column, &element, sizeof element);
+    }
+    __syncwarp();
+}
+static void stmatrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    store_matrices(address, {m0, m1, m2, m3}, false);
+}
+static void stmatrix_x4_trans(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
+    store_matrices(address, {m0, m1, m2, m3}, true);
+}
+
+/* ---- the rest ---------------------------------------------------------------------------------------------------- */
+
+template <int N> static void setmaxnreg_dec() {}
+template <int N> static void setmaxnreg_inc() {}
+static u32 kept(u32 x) { return x; }
+static float2 ld_shared_x2(const float *p) { return {p[0], p[1]}; }
+static void *__cvta_shared_to_generic(u32 address) { return memory + address; }
+static void __trap() { abort(); }
+static void __threadfence() {}
+static float __uint_as_float(u32 x) { return fa_f32_of_bits(x); }
+template <class T> static T __ldcg(const T *place) { return *place; }
+template <class T> static T __ldg(const T *place) { return *place; }
+template <class T> static void __stcg(T *place, T x) { *place = x; }
+
+/* Of clusters, and of columns that are not emulated. */
+static void cp_async_bulk_tensor_multicast(...) { abort(); }
+static void mbarrier_wait_cluster(u64 *, u32) { abort(); }
+static void mbarrier_arrive_remote_release(u64 *, u32) { abort(); }
+static void st_async(int *, u64 *, int, u32) { abort(); }
+static u32 cvt_e5m2_x2(float, float) { abort(); }
+
+#endif
