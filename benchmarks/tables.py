@@ -285,6 +285,33 @@ def prompts(source):
     return grid(header, body) + caption(name, rows, "TFLOPS of visible pairs in turns, FlashAttention-3 in brackets. ")
 
 
+def few_queries(source):
+    """Microseconds of few queries over caches, and the least time that reading the keys once and the products take."""
+    name = "few_queries_<device>.csv"
+    rows = rows_of(source, name)
+    bytes_of_a_us, flops_of_a_us = 3.0e6, 800e6  # what the memory and the tensor cores give at best
+    dims = sorted({int(row["d"]) for row in rows})
+    found, limit = {}, {}
+    for row in rows:
+        *case, d, ms = tuple(int(row[x]) for x in ("b", "len_q", "cache", "h", "h_kv", "d")) + (float(row["ms"]),)
+        b, _, cache, _, h_kv = case
+        found[tuple(case), d, row["kernel"]] = ms * 1000
+        operations = float(row["tflops"]) * ms * 1e9
+        limit[tuple(case), d] = max(4 * b * cache * h_kv * d / bytes_of_a_us, operations / flops_of_a_us)
+    body = []
+    for case in dict.fromkeys(case for case, *_ in found):
+        b, len_q, cache, h, h_kv = case
+        cells = []
+        for d in dims:
+            ours, fa3 = (found.get((case, d, kernel)) for kernel in ("ours", "FA3"))
+            before = [x for x in (found.get((case, d, kernel)) for kernel in ("one part", "decode")) if x]
+            cells.append(f"{ours:.0f} ({min(before):.0f}), {fa3:.0f}; {limit[case, d]:.0f}")
+        body.append([f"{b} x {len_q} over {cache}, {h}/{h_kv}", *cells])
+    header = ["sequences x queries over keys, heads", *(f"head_dim {d}" for d in dims)]
+    text = "Microseconds in turns: ours (the better of one part and the decode kernel), FlashAttention-3; the limit. "
+    return grid(header, body) + caption(name, rows, text)
+
+
 def shapes(source):
     """TFLOPS of shapes that are in no other table."""
     name = "shapes_<device>.csv"
@@ -388,6 +415,7 @@ TABLES = {
     "beside": beside,
     "decode": decode,
     "prompts": prompts,
+    "few queries": few_queries,
     "other shapes": shapes,
     "exactness": exactness,
     **_cpu_tables.TABLES,

@@ -11,9 +11,11 @@ def number_of(arch):
 
 
 def _is_common(name, own, number, generation):
-    """Is the kernel common? On Hopper its own kernels without options are; over caches those of causal prompts.
-    Elsewhere the generic kernels are, and those before Hopper without options. Left out is what only the other package
-    calls: flash_attn (generation 2) or flash_attn_3."""
+    """Is the kernel common? On Hopper its own kernels without options are. Over caches those of causal prompts are, and
+    the kernel that combines parts of keys. Elsewhere the generic kernels are, and those before Hopper without options.
+    Left out is what only the other package calls: flash_attn (generation 2) or flash_attn_3."""
+    if number == 90 and re.fullmatch("combine_(bf16|fp16)", name):
+        return True
     of_3 = re.search(r"^quantize|^combine|_e4m3_|_of3$", name)
     # flash_attn_3's generic forward always has its additions (the lse of a row without keys), its backward rarely.
     not_of_3 = r"^(flex|sinks|bias_shift|max_logits)|_flex$|^attn_probs|^attn_fwd_any(?!.*_of3$)|^kvcache(?!.*_of3$)"

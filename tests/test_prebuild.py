@@ -6,8 +6,11 @@ import re
 import flash_attn_2_cuda
 import fresh_python
 import pytest
+import torch
 
 import flash_attn
+from flash_attn import flash_attn_with_kvcache, prebuild_call
+from flash_attn._variants import choose
 
 NAME = re.compile(
     r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+"
@@ -123,3 +126,16 @@ def test_the_folder_of_kernels(given):
     ((variable, root),) = given.items()
     below = {"FLASH_ATTN_CACHE_DIR": "", "XDG_CACHE_HOME": "/flash_attn", "HOME": "/.cache/flash_attn"}[variable]
     assert done.stdout == f"{root}{below}\n"
+
+
+def test_few_queries_over_a_cache_ask_for_kernels_of_a_wheel():
+    """Few work tiles are cut into parts, which a second kernel combines."""
+    q = torch.empty(2, 64, 32, 128, dtype=torch.bfloat16, device="meta")
+    cache = torch.empty(256, 64, 8, 128, dtype=torch.bfloat16, device="meta")
+    table, used = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((2, 128), (2,)))
+    options = {"cache_seqlens": used, "block_table": table, "causal": True, "compiles": False}
+    forward = "attn_fwd_sm90_bf16_d128_q128kv128_causal_cache"
+    for num_splits, names in ((0, [forward, "combine_bf16"]), (1, [forward]), (3, [forward, "combine_bf16"])):
+        asked = prebuild_call(flash_attn_with_kvcache, q, cache, cache, num_splits=num_splits, **options)
+        assert [kernel.name for kernel in asked] == names
+        assert set(names) <= {name for name, *_ in choose(flash_attn_2_cuda, ["sm_90a"])}
