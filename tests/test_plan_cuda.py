@@ -115,7 +115,8 @@ def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     (folder / "main.c").write_text(PROGRAM)
     files = [*CSRC.glob("plan/gpu*.c"), CSRC / "plan/kernel_table.c", CSRC / "flex/scatters.c"]
-    command = [GCC, "-std=c11", "-I", CSRC, folder / "main.c", *files]
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    command = [GCC, "-std=c11", *sanitizers, "-I", CSRC, folder / "main.c", *files]
     subprocess.run([*command, "-o", folder / "plan"], check=True)
 
     def plan(**numbers):

@@ -92,7 +92,7 @@ static fa_cache_tiles best_parts(const fa_problem *p, const fa_fwd_sm90_columns 
 static fa_cache_tiles given_parts(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads) {
     const cut x = cut_of(p, t, heads, 1);
     const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, most = most_parts(p, x.key_tiles);
-    const int64_t rows = round_up(p->len_q, block_q / heads) * (p->h / p->h_kv);
+    const int64_t group = p->h_kv > 0 ? p->h / p->h_kv : 1, rows = round_up(p->len_q, block_q / heads) * group;
     return (fa_cache_tiles){(int)heads, (int)(p->num_splits < most ? p->num_splits : most),
                             (double)rows * fa_us_of_a_pair(t)};
 }

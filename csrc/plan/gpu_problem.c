@@ -391,7 +391,7 @@ int fa_shared_bytes_of_sm(int capability) {
     return kib * 1024;
 }
 
-/* A row of a family before Hopper. Rows with as many columns and the same warps_q compete. */
+/* A row of a family before Hopper, or of the decode kernels. Rows with as many columns and the same warps_q compete. */
 typedef struct {
     int d, warps_q, ctas, shared_bytes;
 } row_before_hopper;
@@ -404,7 +404,8 @@ static row_before_hopper row_of(fa_family_id id, int row) {
     /* FA_BWD_DQ_SM80 runs after FA_BWD_SM80, with the same rows. */
     const int bytes = fa_families[id == FA_BWD_DQ_SM80 ? FA_BWD_SM80 : id].rows[row].shared_bytes;
     if (id == FA_FWD_SM80) return (row_before_hopper){fa_fwd_sm80_row(row)->d, 0, fa_fwd_sm80_row(row)->ctas, bytes};
-    if (id != FA_DECODE_SM80) return (row_before_hopper){fa_bwd_sm80_row(row)->d, 0, fa_bwd_sm80_row(row)->ctas, bytes};
+    if (id == FA_BWD_SM80 || id == FA_BWD_DQ_SM80)
+        return (row_before_hopper){fa_bwd_sm80_row(row)->d, 0, fa_bwd_sm80_row(row)->ctas, bytes};
     const fa_gpu_decode_columns *t = fa_gpu_decode_row(id, row);
     return (row_before_hopper){t->d, t->warps_q, t->ctas, bytes};
 }
