@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "denormals.h"
 #include "operations.h"
 
 enum { MOST = FA_FLEX_MOST_LANES };
@@ -104,10 +105,12 @@ static void run(fa_flex_evaluator *e, const fa_flex_operation *o, const void *sc
 }
 
 static void run_step(fa_flex_evaluator *e, step now, int n, const void *scores, const void *grads) {
+    const unsigned mode = fa_keep_denormals();
     for (int32_t i = e->first[now]; i < e->first[now + 1]; i++) {
         e->schedule[i].n = n;
         run(e, &e->schedule[i], scores, grads);
     }
+    fa_restore_denormals(mode);
 }
 
 void fa_flex_start_head(fa_flex_evaluator *e, int64_t b, int64_t h) {

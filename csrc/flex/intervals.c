@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "cpu/convert.h"
+#include "denormals.h"
 #include "integers.h"
 
 #include "cuda/flex_bounds.h" /* behind the others */
@@ -190,6 +191,7 @@ static interval bound_value(const fa_flex_intervals *v, const fa_flex_instructio
 /* `rows`: where values of ROWS are. */
 static void run_step(fa_flex_intervals *v, step now, interval *rows) {
     const fa_flex_program *p = v->bound->program;
+    const unsigned mode = fa_keep_denormals();
     for (int32_t i = v->first[now]; i < v->first[now + 1]; i++) {
         const fa_flex_instruction *x = &p->instructions[v->order[i]];
         interval in[FA_FLEX_MAX_OPERANDS];
@@ -200,6 +202,7 @@ static void run_step(fa_flex_intervals *v, step now, interval *rows) {
         for (int j = x->num_operands; j < MOST_READ; j++) in[j] = (interval){0};
         (now == ROWS ? rows : v->values)[v->order[i]] = bound_value(v, x, in);
     }
+    fa_restore_denormals(mode);
 }
 
 void fa_flex_bound_head(fa_flex_intervals *v, int64_t b, int64_t h) {

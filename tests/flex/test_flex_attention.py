@@ -670,6 +670,25 @@ def test_windows_and_caps_beyond_the_plain_kernels():
     check(*tensors, score_mod=lambda s, b, h, i, j: 1e-30 * torch.tanh(s / 1e-30), scale=2.0, backward=False)
 
 
+@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize("least", [1e-45, 1e-40, -1e-45, 0.0])
+def test_mods_know_denormals(block, least):
+    """Attention runs with denormals as zeros on a CPU. Its mods do not, nor do the bounds of blocks."""
+    query, key, value = torch.randn(3, 1, 1, 70, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def mask_mod(b, h, q, k):
+        return q.float() / (k + 1).float() >= least
+
+    rows = torch.arange(70)
+    seen = mask_mod(0, 0, rows[:, None], rows)
+    block_mask = create_block_mask(mask_mod, None, None, 70, 70, "cpu", BLOCK_SIZE=block)
+    scores = (query @ key.mT / 4).masked_fill(~seen, -float("inf"))
+    wanted = torch.softmax(scores, -1).nan_to_num(0.0) @ value
+    for dtype in (torch.float64, torch.float32):
+        out = flex_attention(*(x.to(dtype) for x in (query, key, value)), block_mask=block_mask)
+        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
+
+
 def test_lists_of_floats_are_refused():
     num, places = torch.ones(1, 1, 1), torch.zeros(1, 1, 1, 1)
     block_mask = BlockMask.from_kv_blocks(num.int(), places.int(), BLOCK_SIZE=8, seq_lengths=(8, 8))
