@@ -71,7 +71,7 @@ def extension(name, csrc, generation):
         sources=sources(csrc, generation),
         depends=sorted(headers),
         include_dirs=[csrc],
-        define_macros=[("Py_LIMITED_API", LIMITED_API)],
+        define_macros=[("Py_LIMITED_API", LIMITED_API), *([("FA_NO_FLEX", None)] if generation == 3 else [])],
         libraries=[] if sys.platform == "win32" else ["m", "dl"],
         py_limited_api=True,
     )

@@ -64,7 +64,8 @@ static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
                 float delta = 0.0f;
                 if (contributes(p, &s, row, head, &first, &end)) {
                     delta = dot_rows(dout, o, p->d_v, p->dtype);
-                    if (p->flex && p->flex->dlse.data) delta -= *fa_row_stat(&p->flex->dlse, &s, row, head);
+                    if (fa_flex_of(p) && fa_flex_of(p)->dlse.data)
+                        delta -= *fa_row_stat(&fa_flex_of(p)->dlse, &s, row, head);
                 }
                 *fa_row_stat(&p->softmax_d, &s, row, head) = delta;
             }
@@ -100,7 +101,7 @@ static void bwd_write_keys(const bwd_task *t, const fa_view *view, const float *
 /* The first key of the next block that some tile of the pass sees, or end_key or more. */
 static int64_t bwd_next_block(const bwd_task *t, int64_t block, int64_t end_key) {
     const int64_t block_kv = t->job->layout.block_kv;
-    for (block += block_kv; t->p->flex && block < end_key; block += block_kv)
+    for (block += block_kv; fa_flex_of(t->p) && block < end_key; block += block_kv)
         for (int i = 0; i < t->num_tiles; i++)
             if (bwd_sees(t->job, &t->s, &t->tiles[i], block, block + block_kv)) return block;
     return block;
@@ -153,7 +154,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
         }
         if (first_key < t.keys_begin) first_key = t.keys_begin;
         if (end_key > t.keys_end) end_key = t.keys_end;
-        for (int i = 0; i < t.num_tiles && p->flex; i++) {
+        for (int i = 0; i < t.num_tiles && fa_flex_of(p); i++) {
             const fa_bwd_tile *tile = &t.tiles[i];
             int64_t key, stop;
             if (bwd_find_keys(job, &t.s, tile, t.keys_begin, t.keys_end, &key, &stop))
@@ -197,7 +198,7 @@ static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, flex_
         double *copy = job->copies + i * job->sums.num, *addresses[FA_FLEX_MAX_CAPTURES];
         const int64_t num = job->list->num_tasks;
         memset(copy, 0, (size_t)job->sums.num * sizeof *copy);
-        fa_flex_point_at_sums(job->p->flex, &job->sums, copy, addresses);
+        fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, copy, addresses);
         fa_flex_scatter_to(programs->derivative, addresses);
         for (int64_t task = num * i / job->num_copies; task < num * (i + 1) / job->num_copies; task++)
             bwd_run_task(job, &job->list->tasks[task], programs, own_views, scratch);
@@ -207,7 +208,7 @@ static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, flex_
 static void bwd_add_copies(int64_t begin, int64_t end, void *ctx) {
     const bwd_job *job = ctx;
     for (int64_t w = begin; w < end; w++)
-        fa_flex_add_sums(job->p->flex, &job->sums, job->copies, job->num_copies, job->sums.num * w / job->threads,
+        fa_flex_add_sums(fa_flex_of(job->p), &job->sums, job->copies, job->num_copies, job->sums.num * w / job->threads,
                          job->sums.num * (w + 1) / job->threads);
 }
 
@@ -279,12 +280,12 @@ static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
     const fa_problem *p = job->p;
     const fa_bwd_layout *l = &job->layout;
     const int64_t g = p->h / p->h_kv;
-    job->sums = fa_flex_sums_of(p->flex);
+    job->sums = fa_flex_sums_of(fa_flex_of(p));
     job->copies = (double *)((char *)job->slabs + l->slabs_bytes);
     job->num_copies = job->sums.num > 0 ? fa_flex_num_copies(&job->sums, num_tasks) : 0;
     fa_flex_block_map map = fa_flex_block_map_of(p);
     map.kinds = (uint8_t *)job->copies + fa_flex_copies_bytes(p, num_tasks);
-    fa_flex_fill_block_map(&map, p->flex);
+    fa_flex_fill_block_map(&map, fa_flex_of(p));
     for (int64_t i = 0; i < num_tasks && job->threads > 1; i++) {
         fa_task *task = &tasks[i];
         const fa_sequence s = fa_sequence_at(p, task->b_idx);
@@ -320,7 +321,7 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .drops = p->dropout_p > 0 && p->keep_max < 255,
                    .isa = plan->cpu.isa};
     job.slabs = (float *)(job.scratch + (size_t)plan->cpu.threads * job.layout.scratch_bytes);
-    if (p->flex) bwd_start_flex(&job, tasks, num_tasks);
+    if (fa_flex_of(p)) bwd_start_flex(&job, tasks, num_tasks);
     /* Copies of gradients belong to tasks in their first order. */
     if (plan->cpu.threads > 1 && job.num_copies == 0) fa_sort_tasks(tasks, num_tasks);
     void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, bwd_run_workers,
@@ -334,7 +335,7 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
         else
             is_done = pool->parallel_for(plan->cpu.threads, steps[i], &job);
     }
-    if (p->flex) fa_flex_free_seen(&job.seen);
+    if (fa_flex_of(p)) fa_flex_free_seen(&job.seen);
     return is_done && !job.failed;
 }
 

@@ -103,7 +103,7 @@ static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, i
     return fa_flex_find_keys(map, kinds, row, row + tile->valid_lanes, key, min_i64(key_end, t->s.len_kv), first, end);
 }
 
-/* Whether the block that starts at key `block` meets the keys from the first to the last one that the tile sees. */
+/* Does the block of keys that begins at `block` hold a key that the tile sees? */
 static bool may_see(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
     return tile->first_key < block + t->job->layout.block_kv && tile->end_key > block;
 }
@@ -125,7 +125,7 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
     tile->lanes = (int)round_up(tile->valid_lanes, fa_stacks_heads(p) ? LANES : FA_PATCH_ROWS);
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
-    if (p->flex) { /* each step finds the keys of its lanes */
+    if (fa_flex_of(p)) { /* each step finds the keys of its lanes */
         for (int lane = 0; lane < tile->lanes; lane++) tile->first[lane] = 0, tile->end[lane] = t->s.len_kv;
         if (find_keys(t, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) return;
         tile->first_key = INT64_MAX;
@@ -198,7 +198,7 @@ static void open_tile(const fwd_task *t, int i) {
     for (int lane = 0; lane < tile->lanes; lane++) {
         tile->row_max[lane] = -INFINITY;
         tile->row_sum[lane] = 0.0f;
-        if (t->p->flex) tile->max_score[lane] = -INFINITY;
+        if (fa_flex_of(t->p)) tile->max_score[lane] = -INFINITY;
     }
     float *q_t = t->q_t + i * l->words * l->block_q;
     pack_lanes(q_t, tile->lanes, rows, tile->lanes, t->p->d, t->p->dtype);
@@ -266,7 +266,7 @@ typedef struct {
 /* Flex: finds the keys that the lanes see. Returns false if they see none. The bounds of the lanes tell what is masked,
  * unless there are gaps between them, or a value that may bring NaN to a masked pair. */
 static bool find_flex_step(const fwd_task *t, fa_fwd_tile *tile, fwd_step *step) {
-    const fa_flex *flex = t->p->flex;
+    const fa_flex *flex = fa_flex_of(t->p);
     const flex_tile lanes = flex_tile_at(t, tile, t->block);
     if (!may_see(t, tile, t->block)) return false;
     if (!flex_look(&t->job->seen, &lanes, t->own_views, &step->bounds, &step->sight)) return false;
@@ -284,7 +284,7 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
     for (; tile < t->num_tiles; tile++) {
         fa_fwd_tile *x = &t->tiles[tile];
         step->tile = tile;
-        if (t->p->flex) {
+        if (fa_flex_of(t->p)) {
             if (find_flex_step(t, x, step)) return true;
             continue;
         }
@@ -313,7 +313,7 @@ static void fetch_task(fwd_task *t, const fa_task *task) {
     int64_t row, row_end, key, key_end;
     fa_tile_rows(p, &s, l->block_q, task->begin, task->begin + 1, &row, &row_end);
     fa_rows_keys(p, &s, row, row_end, &key, &key_end);
-    if (p->flex) {
+    if (fa_flex_of(p)) {
         const fa_flex_block_map *map = &t->job->seen.map;
         const int64_t first = fa_flex_mask_row(map, task->b_idx, row), tile = task->begin % g;
         const uint8_t *kinds = fa_flex_kinds_of(map, task->b_idx, task->head_kv * g + tile);
@@ -468,12 +468,12 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
                              .first = step->bounds.first,
                              .end = step->bounds.end,
                              .masked = step->masked};
-    const bool has_options = step->adjusts && !step->runs_flex;
-    if (step->runs_flex) {
+    const bool runs_flex = fa_flex_of(t->p) && step->runs_flex, has_options = step->adjusts && !runs_flex;
+    if (runs_flex) {
         const flex_tile x = flex_tile_at(t, tile, t->block);
         flex_hide(&x, &step->sight, &step->bounds, begin, end, t->bytes);
         flex_scores(&x, step->scores, begin, end, t->scale, step->sight.has_gaps, t->bytes, step->new_max,
-                    t->p->flex->max_scores.data ? tile->max_score : NULL);
+                    fa_flex_of(t->p)->max_scores.data ? tile->max_score : NULL);
         if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
     } else if (has_options) {
         for (int lane = 0; lane < lanes && options.slope; lane++)
@@ -531,7 +531,7 @@ static void step_output(fwd_task *t, const fwd_step *step) {
         const char *v_row = t->key_rows[l->block_kv + key];
         if (v_row)
             add_key_nonfinite(output.c, step->p, lanes, key, tile->first, tile->end, t->block,
-                              t->p->flex ? t->bytes : NULL, v_row, t->p->d_v, t->p->dtype);
+                              fa_flex_of(t->p) ? t->bytes : NULL, v_row, t->p->d_v, t->p->dtype);
     }
 }
 
@@ -573,8 +573,8 @@ static void close_tile(const fwd_task *t, int i) {
         const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
         *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) =
             is_empty ? p->empty_lse : (float)(tile->row_max[lane] * LN_2 + log(sum));
-        if (p->flex && p->flex->max_scores.data)
-            *fa_row_stat(&p->flex->max_scores, &t->s, tile->row[lane], tile->head[lane]) = tile->max_score[lane];
+        if (fa_flex_of(p) && fa_flex_of(p)->max_scores.data)
+            *fa_row_stat(&fa_flex_of(p)->max_scores, &t->s, tile->row[lane], tile->head[lane]) = tile->max_score[lane];
         if (!is_empty) continue;
         factor[lane] = 0.0f;
         for (int64_t c = 0; c < l->columns; c++) o_t[c * tile->lanes + lane] = 0.0f; /* 0 times inf has left NaN */
@@ -597,7 +597,7 @@ static void fetch_block(const fwd_task *t) {
 /* The first key of the next block that some tile may see, or end_key or more. */
 static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
     const int64_t block_kv = t->job->layout.block_kv;
-    for (block += block_kv; t->p->flex && block < end_key; block += block_kv) {
+    for (block += block_kv; fa_flex_of(t->p) && block < end_key; block += block_kv) {
         int64_t first, end;
         for (int i = 0; i < t->num_tiles; i++)
             if (may_see(t, &t->tiles[i], block) && find_keys(t, &t->tiles[i], block, block + block_kv, &first, &end))
@@ -608,7 +608,7 @@ static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
 
 /* Flex: scores are in units of log2 only if nothing reads them in natural units. */
 static float flex_score_scale(const fa_problem *p, int64_t b_idx, int64_t head_kv) {
-    const bool is_natural = p->flex && (p->flex->score || p->flex->max_scores.data);
+    const bool is_natural = fa_flex_of(p) && (fa_flex_of(p)->score || fa_flex_of(p)->max_scores.data);
     return is_natural ? (float)p->scale : score_scale(p, b_idx, head_kv);
 }
 
@@ -639,7 +639,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
     fa_rows_keys(t.p, &t.s, row_first, row_end, &first_key, &end_key);
 
     for (int i = 0; i < t.num_tiles; i++) place_lanes(&t, &t.tiles[i], task->begin + i);
-    if (t.p->flex) {
+    if (fa_flex_of(t.p)) {
         first_key = INT64_MAX, end_key = 0;
         for (int i = 0; i < t.num_tiles; i++) {
             first_key = min_i64(first_key, t.tiles[i].first_key);
@@ -696,7 +696,7 @@ static void start_flex(fwd_job *job, const fa_plan *plan, fa_task *tasks, int64_
     const fa_problem *p = job->p;
     fa_flex_block_map map = fa_flex_block_map_of(p);
     map.kinds = (uint8_t *)job->scratch + (size_t)plan->cpu.threads * job->layout.scratch_bytes;
-    fa_flex_fill_block_map(&map, p->flex);
+    fa_flex_fill_block_map(&map, fa_flex_of(p));
     for (int64_t i = 0; i < num_tasks && plan->cpu.threads > 1; i++) {
         fa_task *task = &tasks[i];
         const fa_sequence s = fa_sequence_at(p, task->b_idx);
@@ -726,7 +726,7 @@ static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .softcap = (float)(p->softcap * LOG2_E),
                    .drops = p->dropout_p > 0 && p->keep_max < 255,
                    .isa = plan->cpu.isa};
-    if (p->flex) start_flex(&job, plan, tasks, num_tasks);
+    if (fa_flex_of(p)) start_flex(&job, plan, tasks, num_tasks);
     bool is_done = true;
     if (plan->cpu.threads > 1) {
         fa_sort_tasks(tasks, num_tasks);
@@ -734,7 +734,7 @@ static bool attn_fwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
     } else {
         run_workers(0, 1, &job); /* the work is too small to wake other threads */
     }
-    if (p->flex) fa_flex_free_seen(&job.seen);
+    if (fa_flex_of(p)) fa_flex_free_seen(&job.seen);
     return is_done && !job.failed;
 }
 

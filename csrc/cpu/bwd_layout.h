@@ -115,7 +115,7 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
     l.scores = fa_take(&at, pairs * 4);
     l.dprob = fa_take(&at, pairs * 4);
     l.ds_words = fa_take(&at, word_elems == 2 ? pairs * 2 : 0);
-    l.bytes = fa_take(&at, p->dropout_p > 0 || p->flex ? pairs : 0);
+    l.bytes = fa_take(&at, p->dropout_p > 0 || fa_flex_of(p) ? pairs : 0);
     l.bias = fa_take(&at, p->bias.data ? pairs * 4 : 0);
     l.dk = fa_take(&at, l.task_keys * columns * 4);
     l.dv = fa_take(&at, l.task_keys * v_columns * 4);
@@ -134,7 +134,7 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
  * tasks. dK and dV of more keys leave the second-level cache for the third-level cache. With narrow rows this costs as
  * much as one task saves. Gradients of captures are sums over tasks, so then the tasks do not depend on the threads. */
 static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
-    if (p->flex && p->flex->gradients) return ranges;
+    if (fa_flex_of(p) && fa_flex_of(p)->gradients) return ranges;
     const int64_t tasks_of_thread = 8, most_narrow_keys = 4096;
     const bool enough = threads == 1 || p->b * p->h_kv >= tasks_of_thread * threads;
     return enough && (p->d > 64 || p->len_kv <= most_narrow_keys) ? 1 : ranges;
@@ -142,8 +142,8 @@ static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
 
 /* The bytes of all copies of the sums of gradients of captures. */
 static inline size_t fa_flex_copies_bytes(const fa_problem *p, int64_t num_tasks) {
-    if (!p->flex) return 0;
-    const fa_flex_sums sums = fa_flex_sums_of(p->flex);
+    if (!fa_flex_of(p)) return 0;
+    const fa_flex_sums sums = fa_flex_sums_of(fa_flex_of(p));
     return (size_t)(fa_flex_num_copies(&sums, num_tasks) * sums.num) * sizeof(double);
 }
 

@@ -42,7 +42,7 @@ static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, c
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const int64_t first = tile->first[lane] - t->block, stop = tile->end[lane] - t->block;
         add_lane_nonfinite(grad + (t->block - t->keys_begin) * columns, columns, words, word_stride, lane,
-                           first > begin ? first : begin, stop < end ? stop : end, t->p->flex ? t->bytes : NULL,
+                           first > begin ? first : begin, stop < end ? stop : end, fa_flex_of(t->p) ? t->bytes : NULL,
                            tile->lanes, bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), d,
                            t->p->dtype);
     }
@@ -236,11 +236,11 @@ static void bwd_step_tile(bwd_task *t, int i) {
     begin -= t->block, end -= t->block;
     while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
     if (p->dq.data) bwd_enter_range(t, i);
-    if (p->flex && !bwd_flex_look(t, tile, &sight, &bounds, &begin, &end)) return;
+    if (fa_flex_of(p) && !bwd_flex_look(t, tile, &sight, &bounds, &begin, &end)) return;
     begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last key are zeros */
     bwd_fetch_during(t, i, end - begin);
     const bool masked = bwd_is_masked(t, tile, begin, end);
-    if (!p->flex && (masked || bwd_is_padded(tile)))
+    if (!fa_flex_of(p) && (masked || bwd_is_padded(tile)))
         fa_bound_lanes(&bounds, tile->first, tile->end, lanes, t->block, l->block_kv);
 
     /* Rows of P and dS are half as long for bf16. If the scores of a strip stay in the first-level cache, the rows lie
@@ -251,7 +251,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
     if (job->drops)
         dropout_bytes(t->bytes, lanes, begin, end, p->seed,
                       fa_dropout_stream(p->offset, t->s.b_idx, p->h, tile->head[0]), tile->row[0], t->block);
-    const bool runs_flex = p->flex && bwd_runs_flex(t, tile, &sight);
+    const bool runs_flex = fa_flex_of(p) && bwd_runs_flex(t, tile, &sight);
     if (runs_flex) {
         const flex_tile x = bwd_flex_tile(t, tile);
         flex_hide(&x, &sight, &bounds, begin, end, t->bytes);
@@ -290,8 +290,8 @@ static void bwd_step_tile(bwd_task *t, int i) {
         product_add(&dq);
     for (int64_t key = begin; key < end && !t->k_finite; key++)
         if (t->key_rows[key])
-            add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block, p->flex ? t->bytes : NULL,
-                              t->key_rows[key], p->d, p->dtype);
+            add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block,
+                              fa_flex_of(p) ? t->bytes : NULL, t->key_rows[key], p->d, p->dtype);
 }
 
 #endif

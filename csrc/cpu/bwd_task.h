@@ -126,7 +126,7 @@ static bool bwd_find_keys(const bwd_job *job, const fa_sequence *s, const fa_bwd
                           int64_t *first, int64_t *last) {
     *first = tile->first_key > begin ? tile->first_key : begin;
     *last = tile->end_key < end ? tile->end_key : end;
-    if (*first >= *last || !job->p->flex) return *first < *last;
+    if (*first >= *last || !fa_flex_of(job->p)) return *first < *last;
     const fa_flex_block_map *map = &job->seen.map;
     const uint8_t *kinds = fa_flex_kinds_of(map, s->b_idx, tile->head[0]);
     const int64_t row = fa_flex_mask_row(map, s->b_idx, tile->row[0]);
@@ -169,7 +169,7 @@ static void bwd_prepare_tile(const bwd_task *t, int i) {
     fa_bwd_tile *tile = &t->tiles[i];
     bwd_place_lanes(t->p, &t->s, t->head_kv, t->job->layout.block_q, t->first_tile + i, tile);
     bwd_measure_lanes(t->p, &t->s, tile);
-    if (t->p->flex && !bwd_find_keys(t->job, &t->s, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
+    if (fa_flex_of(t->p) && !bwd_find_keys(t->job, &t->s, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
         tile->first_key = INT64_MAX;
         tile->end_key = 0;
     }

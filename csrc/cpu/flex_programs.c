@@ -17,7 +17,7 @@ static bool has_bounds(const fa_flex_bound *mask) {
 
 bool fa_flex_make_programs(const fa_problem *p, fa_isa isa, fa_flex_programs *programs) {
     *programs = (fa_flex_programs){.flex = p->flex};
-    if (!p->flex) return true;
+    if (!fa_flex_of(p)) return true;
     if (has_bounds(p->flex->mask)) programs->mask_bounds = fa_flex_intervals_new(p->flex->mask, NULL);
     if (make(p->flex->score, isa, &programs->score) && make(p->flex->mask, isa, &programs->mask) &&
         make(p->pass == FA_BWD ? p->flex->derivative : NULL, isa, &programs->derivative))

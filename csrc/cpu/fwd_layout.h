@@ -67,7 +67,7 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
     l.k = fa_take(&at, block_kv * words * 4);
     l.v_t = fa_take(&at, columns * l.v_stride * 4);
     l.scores = fa_take(&at, (int64_t)score_buffers * block_kv * block_q * 4);
-    l.bytes = fa_take(&at, p->dropout_p > 0 || p->flex ? (int64_t)block_kv * block_q : 0);
+    l.bytes = fa_take(&at, p->dropout_p > 0 || fa_flex_of(p) ? (int64_t)block_kv * block_q : 0);
     l.bias = fa_take(&at, p->bias.data ? (int64_t)block_kv * block_q * 4 : 0);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
     l.pieces = fa_take(&at, 2 * (block_kv + block_q) * fetch_pieces(widest * 4) * (int64_t)sizeof(void *));
@@ -78,7 +78,7 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
 
 /* The bytes of the kinds of blocks that end the workspace. */
 static inline size_t fa_flex_kinds_bytes(const fa_problem *p) {
-    if (!p->flex) return 0;
+    if (!fa_flex_of(p)) return 0;
     const fa_flex_block_map map = fa_flex_block_map_of(p);
     return fa_flex_block_map_bytes(&map);
 }

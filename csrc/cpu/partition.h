@@ -4,6 +4,7 @@
 #ifndef FA_CPU_PARTITION_H
 #define FA_CPU_PARTITION_H
 
+#include "flex/flex.h"
 #include "sequence.h"
 
 #include <stdatomic.h>
@@ -48,11 +49,11 @@ static inline const fa_task *fa_next_task(const fa_task_list *list) {
  * lengths decide, not the longest of the batch. So a sequence has the same bits in every batch. */
 #define FA_DECODE_MAX_ROWS 16 /* query rows of one key/value head: len_q g */
 static inline bool fa_decodes(const fa_problem *p, const fa_sequence *s) {
-    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 && !p->qv.data && !p->flex &&
+    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 && !p->qv.data && !fa_flex_of(p) &&
            s->len_q * (p->h / p->h_kv) <= FA_DECODE_MAX_ROWS && (s->len_q <= 4 || s->len_kv > 128);
 }
 
-static inline bool fa_stacks_heads(const fa_problem *p) { return p->dropout_p == 0 && !p->flex; }
+static inline bool fa_stacks_heads(const fa_problem *p) { return p->dropout_p == 0 && !fa_flex_of(p); }
 
 static inline int64_t fa_num_tiles(const fa_problem *p, const fa_sequence *s, int block_q) {
     int64_t g = p->h / p->h_kv;

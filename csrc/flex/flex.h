@@ -51,6 +51,17 @@ typedef struct fa_flex {
     fa_row_stats dlse;       /* backward: the gradient of lse; data NULL: 0 */
 } fa_flex;
 
+/* What the CPU engine asks for in place of problem->flex. flash_attn_3 has no mods and defines FA_NO_FLEX (extension.py),
+ * so compilers leave out what serves them. */
+static inline const fa_flex *fa_flex_of(const fa_problem *problem) {
+#ifdef FA_NO_FLEX
+    (void)problem;
+    return NULL;
+#else
+    return problem->flex;
+#endif
+}
+
 /* What the mods call query 0 of a batch. */
 static inline int64_t fa_flex_first_query(const fa_flex *f, int64_t b_idx) {
     return f->q_offset ? f->q_offset[b_idx] : 0;
