@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import flash_attn_2_cuda
 import pytest
 import torch
+from harness_plan import plan  # noqa: F401  (a fixture)
 
 torch.set_num_threads(1)
 
