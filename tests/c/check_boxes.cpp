@@ -17,19 +17,13 @@
 #define FLEX 0
 #endif
 #include "cuda/tensor_map.h"
+#include "expect.h"
 
 /* ---- in place of ptx_sm90.cuh ------------------------------------------------------------------------------------ */
 
 /* The meaning of the words of a test map. Tensors are [row, head, column]. */
 enum { COLUMNS_OF, ROWS_OF, HEADS_OF, OFFSETS, USED, BATCHES_OF, BOX_BYTES };
 static long num_boxes;
-
-#define EXPECT(...)                                                                   \
-    do {                                                                              \
-        if (__VA_ARGS__) break;                                                       \
-        fprintf(stderr, "line %d: this does not hold: %s\n", __LINE__, #__VA_ARGS__); \
-        abort();                                                                      \
-    } while (0)
 
 static void check_box(const fa_tensor_map *map, int column, int row, int head, int end) {
     const unsigned long long *w = map->words;

@@ -8,15 +8,9 @@
  * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def that take mods, with flex_mods.cuh. */
 #define FA_PTX_SM90_CUH
 #include "cuda/tensor_map.h"
+#include "expect.h"
 
 /* ---- in place of ptx_sm90.cuh ------------------------------------------------------------------------------------ */
-
-#define EXPECT(...)                                                                   \
-    do {                                                                              \
-        if (__VA_ARGS__) break;                                                       \
-        fprintf(stderr, "line %d: this does not hold: %s\n", __LINE__, #__VA_ARGS__); \
-        abort();                                                                      \
-    } while (0)
 
 enum : u64 { L2_EVICT_FIRST, L2_EVICT_LAST };
 constexpr u32 matrix_descriptor_high(int) { return 0; }

@@ -10,18 +10,12 @@
 
 #define FA_PTX_SM90_CUH
 #include "cuda/tensor_map.h"
+#include "expect.h"
 #include <functional>
 #include <random>
 #include <vector>
 
 static std::mt19937 random_bits(1);
-
-#define EMULATED_EXPECT(...)                                                          \
-    do {                                                                              \
-        if (__VA_ARGS__) break;                                                       \
-        fprintf(stderr, "line %d: this does not hold: %s\n", __LINE__, #__VA_ARGS__); \
-        abort();                                                                      \
-    } while (0)
 
 /* How this run behaves. */
 static struct {
@@ -46,7 +40,7 @@ struct emulated_mbarrier {
     unsigned phase;
 
     void look() {
-        EMULATED_EXPECT(pending >= 0);
+        EXPECT(pending >= 0);
         if (pending == 0 && bytes == 0) phase++, pending = count;
     }
 };
@@ -132,7 +126,7 @@ static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
                                       u64) {
     const emulated_map m = map_of(map);
     const u32 box = smem_address(dst);
-    EMULATED_EXPECT(box % 1024 == 0 && m.has(c0, c1, c2, c3));
+    EXPECT(box % 1024 == 0 && m.has(c0, c1, c2, c3));
     memset(dst, 0xff, (size_t)m.box_rows * 128);
     add_copy(true, [=] {
         m.each(box, c0, c1, c2, c3, [](const char *from, char *to) { from ? memcpy(to, from, 2) : memset(to, 0, 2); });
