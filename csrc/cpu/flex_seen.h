@@ -5,7 +5,7 @@
  * that no other task has found or is about to find:
  *
  *   kinds    [num_b][num_h][bands][blocks]    nothing, everything, the number of a view, or not found yet
- *   views    the keys of each row, from the first to the last one that it sees, and their bounds in each vector of rows
+ *   views    for each row the first and the last key that it sees. For each vector of rows, bounds of these
  *   bits     [key][rows]: whether a row sees a key. They are read only where some row sees keys with gaps. Row
  *            8 k + j of 64 is bit k of byte j of a word, so that eight rows are eight bytes, shifted by k.
  *

@@ -234,8 +234,8 @@ static bool is_one(uint8_t type, interval x) {
     return x.low == x.high && x.low != 0 && !x.nan;
 }
 
-/* A value is the same for all of the keys if it does not depend on the key, if its bounds leave one value, or if it is
- * an operation on such values. */
+/* A value is the same for all of the keys in three cases. It does not depend on the key, its bounds leave one value, or
+ * it is an operation on such values. */
 bool fa_flex_bound_is_same(fa_flex_intervals *v, int slot) {
     const fa_flex_program *p = v->bound->program;
     const int32_t last = p->num_instructions - 1;

@@ -88,7 +88,7 @@ static fa_cache_tiles best_parts(const fa_problem *p, const fa_fwd_sm90_columns 
 }
 
 /* For num_splits = n the rows of one sequence and key head decide. The rows of a strip raise their maximum together,
- * and bits must not depend on the batch. */
+ * and bits must not depend on the batch. They do where all parts together would have more than 2^28 rows. */
 static fa_cache_tiles given_parts(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads) {
     const cut x = cut_of(p, t, heads, 1);
     const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, most = most_parts(p, x.key_tiles);

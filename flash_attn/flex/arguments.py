@@ -1,4 +1,4 @@
-"""The arguments of ``flex_attention``: what is refused, in PyTorch's words where PyTorch refuses it, too."""
+"""Checks of the arguments of ``flex_attention``. What PyTorch refuses, too, is refused in PyTorch's words."""
 
 import torch
 from torch.nn.attention import flex_attention as upstream
