@@ -51,8 +51,8 @@ typedef struct fa_flex {
     fa_row_stats dlse;       /* backward: the gradient of lse; data NULL: 0 */
 } fa_flex;
 
-/* What the CPU engine asks for in place of problem->flex. flash_attn_3 has no mods and defines FA_NO_FLEX (extension.py),
- * so compilers leave out what serves them. */
+/* What the CPU engine asks for in place of problem->flex. flash_attn_3 has no mods, and is compiled with FA_NO_FLEX
+ * (extension.py). So its compiler leaves out what serves them. */
 static inline const fa_flex *fa_flex_of(const fa_problem *problem) {
 #ifdef FA_NO_FLEX
     (void)problem;
