@@ -167,7 +167,7 @@ static void check(const problem &x) {
 
     const emulated_shape shape = {1, 1, 1, 1, THREADS, SHARED_BASE + (unsigned)sizeof(shared_memory)};
     emulate_launch(run_kernel, &p, &shape);
-    EMULATED_EXPECT(copies.empty());
+    EXPECT(copies.empty());
     const double errors[] = {error_of(dq, e.dq), error_of(dk, e.dk), error_of(dv, e.dv)}, most = BF16 ? 4e-3 : 5e-4;
     bool is_right = true;
     for (double error : errors) is_right &= error < most; /* false for NaN */
