@@ -24,6 +24,9 @@ typedef struct {
 
 enum { FA_FLEX_CLASSIFY_THREADS = 128 }; /* of a CTA of flex_classify.cu and flex_lists.cu */
 enum { FA_FLEX_BLOCKS_THREADS = 128, FA_FLEX_WALKS_THREADS = 512, FA_FLEX_HIDDEN_THREADS = 128 }; /* of a CTA */
+enum { FA_FLEX_ROWS_THREADS = 128 }; /* of flex_walks.cu without a map */
+/* flex_walks.cu: a warp has room for a row of so many blocks. */
+enum { FA_FLEX_WALKS_COLUMNS = 2048, FA_FLEX_WALKS_SHARED_BYTES = FA_FLEX_WALKS_THREADS / 32 * FA_FLEX_WALKS_COLUMNS };
 
 /* An element of the gradient of a captured tensor, while its parts are added in any order (flex_exact_sums.cuh). */
 typedef struct {
@@ -87,14 +90,17 @@ enum { FA_FLEX_MAP_PHASE, FA_FLEX_WALKS_PHASE, FA_FLEX_ORDER_PHASE, FA_FLEX_RANK
  * other tiles. The own side is that of the queries, or of the keys. */
 typedef struct {
     fa_cuda_flex flex;
-    fa_cuda_flex_blocks blocks;
-    int *walks;       /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
-    int *order;       /* [mask_b mask_h, own_tiles]; NULL: ascending */
-    unsigned *ranks;  /* [mask_b mask_h, other_tiles, own_tiles + 1]; NULL: not wanted */
-    unsigned *hidden; /* [mask_b mask_h, own_tiles, other_tiles, FA_HIDDEN_WORDS(other_tile), 2 own_tile] */
-    int *pairs;       /* [mask_b mask_h, 1 + own_tiles other_tiles]; NULL: not wanted */
+    fa_cuda_flex_blocks blocks; /* kinds NULL: there is no map, and the walks are made of the lists */
+    int *walks;                 /* [mask_b mask_h, own_tiles, 1 + other_tiles] */
+    int *nums;                  /* [mask_b mask_h, own_tiles] the numbers of the walks once more, side by side */
+    int *order;                 /* [mask_b mask_h, own_tiles]; NULL: ascending */
+    unsigned *ranks;            /* [mask_b mask_h, other_tiles, own_tiles + 1]; NULL: not wanted */
+    unsigned *hidden;           /* [mask_b mask_h, own_tiles, other_tiles, FA_HIDDEN_WORDS(other_tile), 2 own_tile] */
+    int *pairs;                 /* [mask_b mask_h, 1 + own_tiles other_tiles]; NULL: not wanted */
     int own_len, own_tile, own_tiles, other_len, other_tile, other_tiles;
     int own_keys; /* the own side is that of the keys */
+    /* A block has 1 << shift tiles of a side. Negative: the tiles of some side may lie in several blocks. */
+    int own_shift, other_shift;
     /* The order keeps that of the own tiles if it can: heads whose tiles begin together, all heads, and the CTAs that
      * work at a time. group_heads 0: the longest walks come first. */
     int group_heads, num_heads, ctas;

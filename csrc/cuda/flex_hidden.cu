@@ -73,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(FA_FLEX_HIDDEN_THREADS) KERNEL(cons
         const int num = blocks * pairs[0];
         for (int i = blockIdx.x; i < num; i += gridDim.x) {
             const int block = i % blocks, pair = pairs[1 + i / blocks], tile = pair >> 2;
+            if (pair < 0) continue;
             const int own = tile / p.other_tiles, other = tile % p.other_tiles;
             const int first_own = own * p.own_tile + 64 * block + 16 * warp + lane / 4;
             const int first_other = other * p.other_tile + 2 * (lane % 4);

@@ -39,9 +39,13 @@ DEVICE void mark(const fa_cuda_flex_blocks &p, const int (&blocks)[LISTED_AT_ONC
         if (blocks[n] >= 0 && blocks[n] < p.columns) kinds[blocks[n]] = (unsigned char)kind;
 }
 
-/* Makes row `row` of the map of head h of batch b. Whole warp. */
-DEVICE void make_row(const fa_cuda_flex_blocks &p, int b, int h, int row) {
-    unsigned char *kinds = p.kinds + (((long long)b * p.mask_h + h) * p.rows + row) * p.columns;
+/* Where row `row` of the map of head h of batch b lies. */
+DEVICE unsigned char *row_of_map(const fa_cuda_flex_blocks &p, int b, int h, int row) {
+    return p.kinds + (((long long)b * p.mask_h + h) * p.rows + row) * p.columns;
+}
+
+/* Makes this row at `kinds`. Whole warp. */
+DEVICE void make_row(const fa_cuda_flex_blocks &p, int b, int h, int row, unsigned char *kinds) {
     const listed_row partial(p, p.partial, b, h, row), full(p, p.full, b, h, row);
     int of_partial[LISTED_AT_ONCE], of_full[LISTED_AT_ONCE];
     load_blocks(of_partial, p, p.partial, partial, 0), load_blocks(of_full, p, p.full, full, 0);

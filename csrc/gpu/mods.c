@@ -25,7 +25,7 @@ static tiles_of_side side_of(int64_t len, int64_t tile) { return (tiles_of_side)
 
 /* Behind the map lie the walks, their order and the ranks, if the plan is one of Hopper's kernels. */
 typedef struct {
-    int *walks, *order;
+    int *walks, *nums, *order;
     unsigned *ranks; /* of the backward */
     unsigned *hidden;
     int *pairs; /* behind the hidden pairs */
@@ -43,7 +43,8 @@ static block_walks walks_of(const fa_cuda_call *call) {
                      .own = owns_keys ? keys : queries,
                      .other = owns_keys ? queries : keys,
                      .masks = p->flex->mask_b * p->flex->mask_h};
-    int *behind = w.walks + w.masks * w.own.num * (1 + w.other.num);
+    w.nums = w.walks + w.masks * w.own.num * (1 + w.other.num);
+    int *behind = w.nums + w.masks * w.own.num;
     if (owns_keys) w.ranks = (unsigned *)(behind + w.masks * w.own.num);
     if (!owns_keys || !fa_has_masks_in_groups(p)) w.order = behind; /* pieces of a key tile begin in their order */
     if (plan->gpu.has_hidden) {
@@ -124,7 +125,7 @@ static_assert(sizeof(fa_cuda_flex_walks) % sizeof(uint64_t) == 0, "the values fo
 
 static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_walks *walks, int64_t masks,
                                    fa_error *err) {
-    enum { CTAS = 1 << 11, MOST_Y = (1 << 16) - 1 }; /* two rounds of an H100 */
+    enum { CTAS = 1280, MOST_Y = (1 << 16) - 1 }; /* an H100 has room for them */
     const fa_mods all = fa_mods_of(call->problem, NULL);
     const fa_mods mods = {.mask = all.mask, .is_wide = all.is_wide};
     const fa_variant variant = {FA_FLEX_HIDDEN, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
@@ -141,8 +142,23 @@ static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_
     return fa_cuda_launch(call, variant, launch, &a, err);
 }
 
-/* Launches flex_walks.cu. A launch of all phases has a cluster for each mask, or a CTA for each of many masks. A
- * cluster has so few warps that a long problem has a launch for each phase. */
+/* A block has 1 << shift tiles. -1: it has another number of them, or very many. */
+static int shift_of(int64_t block, int64_t tile) {
+    for (int shift = 0; shift <= 16; shift++)
+        if (tile << shift == block) return shift;
+    return -1;
+}
+
+/* Each tile lies in one block, the walks are those of query tiles, and no kernel behind reads the map. */
+static bool needs_no_map(const fa_cuda_flex_walks *a) {
+    enum { MOST_TILES = 1024 }; /* each warp looks at the numbers of all rows */
+    return a->hidden && a->own_shift >= 0 && !a->own_keys && a->group_heads == 0 && a->own_tiles <= MOST_TILES &&
+           a->flex.columns <= FA_FLEX_WALKS_COLUMNS;
+}
+
+/* Launches flex_walks.cu. Without a map there are no phases, and a warp for each tile. A launch of all phases has a
+ * cluster for each mask, or a CTA for each of many masks. A cluster has so few warps that a long problem has a
+ * launch for each phase. */
 static fa_status find_walks(const fa_cuda_call *call, fa_cuda_flex_walks a, int64_t masks, fa_error *err) {
     enum { CTAS_OF_MASK = 8, MANY_MASKS = 32, MOST_MASKS = 1 << 13, MOST_PAIRS = 1 << 18 };
     const fa_variant variant = {.family = FA_FLEX_WALKS, .arch = call->gpu->capability};
@@ -150,6 +166,12 @@ static fa_status find_walks(const fa_cuda_call *call, fa_cuda_flex_walks a, int6
     const int64_t rows = tiles > a.flex.rows ? tiles : a.flex.rows;
     const int last_phase = a.ranks ? FA_FLEX_RANKS_PHASE : FA_FLEX_ORDER_PHASE;
     fa_launch launch = {1, 1, 1, .threads = FA_FLEX_WALKS_THREADS, .waits_itself = true};
+    if (needs_no_map(&a)) {
+        a.blocks.kinds = NULL, a.ctas_of_mask = (int)ctas_for(a.own_tiles, FA_FLEX_ROWS_THREADS);
+        launch.threads = FA_FLEX_ROWS_THREADS;
+        launch.grid_x = (unsigned)(masks < MOST_MASKS ? masks : MOST_MASKS) * (unsigned)a.ctas_of_mask;
+        return fa_cuda_launch(call, variant, launch, &a, err);
+    }
     if ((int64_t)a.own_tiles * a.other_tiles <= MOST_PAIRS && (int64_t)a.flex.rows * a.flex.columns <= MOST_PAIRS) {
         a.ctas_of_mask = masks < MANY_MASKS ? CTAS_OF_MASK : 1;
         a.first_phase = FA_FLEX_MAP_PHASE, a.last_phase = last_phase;
@@ -171,10 +193,15 @@ fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
     if (!p->flex || fa_block_map_bytes(p) == 0) return FA_OK;
     const block_walks w = walks_of(call);
     const fa_gpu_plan *plan = &call->plan->gpu;
+    const bool owns_keys = p->pass == FA_BWD;
+    const int of_own = shift_of(owns_keys ? p->flex->block_kv : p->flex->block_q, w.own.tile);
+    const int of_other = shift_of(owns_keys ? p->flex->block_q : p->flex->block_kv, w.other.tile);
+    const bool lie_in_blocks = of_own >= 0 && of_other >= 0 && !p->flex->blocks_have_offset;
     const fa_cuda_flex_walks a = {
         .flex = flex_of(call),
         .blocks = blocks_of(call),
         .walks = w.walks,
+        .nums = w.nums,
         .order = w.order,
         .ranks = w.ranks,
         .hidden = w.hidden,
@@ -185,7 +212,9 @@ fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
         .other_len = (int)w.other.len,
         .other_tile = (int)w.other.tile,
         .other_tiles = (int)w.other.num,
-        .own_keys = p->pass == FA_BWD,
+        .own_keys = owns_keys,
+        .own_shift = lie_in_blocks ? of_own : -1,
+        .other_shift = lie_in_blocks ? of_other : -1,
         .group_heads = plan->follows_rows ? plan->group_heads : 0,
         .num_heads = as_int(p->b * p->h_kv),
         .ctas = plan->num_sms / (plan->family == FA_BWD_WIDE_SM90 ? 2 : 1),

@@ -111,7 +111,7 @@ size_t fa_block_walks_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t own = owns_keys ? kv_tiles : q_tiles, other = owns_keys ? q_tiles : kv_tiles;
     const int64_t ranks = owns_keys ? other * (own + 1) : 0;
     if (fa_block_map_bytes(p) == 0) return 0;
-    return align_16((size_t)(p->flex->mask_b * p->flex->mask_h * (own * (1 + other + 1) + ranks)) * sizeof(int32_t));
+    return align_16((size_t)(p->flex->mask_b * p->flex->mask_h * (own * (1 + other + 2) + ranks)) * sizeof(int32_t));
 }
 
 static bool reads(const fa_flex_bound *bound, fa_flex_op op) {

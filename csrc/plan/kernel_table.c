@@ -4,6 +4,7 @@
 #include "cuda/attn_decode_params.h"
 #include "cuda/attn_fwd_params.h"
 #include "cuda/combine_params.h"
+#include "cuda/cuda_flex.h"
 #include "cuda/quantize_params.h"
 
 #include <stdio.h>
@@ -228,7 +229,7 @@ static const fa_row flex_classify_rows[] = {{.name = "flex_classify"}};
 static const fa_row flex_lists_rows[] = {{.name = "flex_lists"}};
 static const fa_row flex_exact_sums_rows[] = {{.name = "flex_exact_sums"}};
 static const fa_row flex_hidden_rows[] = {{.name = "flex_hidden"}};
-static const fa_row flex_walks_rows[] = {{.name = "flex_walks"}};
+static const fa_row flex_walks_rows[] = {{.name = "flex_walks", .shared_bytes = FA_FLEX_WALKS_SHARED_BYTES}};
 static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};

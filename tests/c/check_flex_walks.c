@@ -138,17 +138,32 @@ static bool ends_late(const fa_cuda_flex_walks *a, const int *walks) {
     return 5 * latest > behind * a->num_heads;
 }
 
+static int64_t number_in(const fa_flex_list *t, const fa_flex *f, int64_t mask, int64_t row) {
+    const int64_t b = mask / f->mask_h, h = mask % f->mask_h;
+    const int num = t->num ? t->num[b * t->num_stride[0] + h * t->num_stride[1] + row * t->num_stride[2]] : 0;
+    return num < f->columns ? num : f->columns;
+}
+
+/* The length of a tile's walk, and without a map the number of blocks of its row. */
+static int length_of(const fa_flex *f, const fa_cuda_flex_walks *a, int64_t mask, int own, const int *walks) {
+    if (a->blocks.kinds) return walks[own * (1 + a->other_tiles)];
+    const int64_t row = own * a->own_tile / f->block_q;
+    return (int)(number_in(&f->partial, f, mask, row) + number_in(&f->full, f, mask, row));
+}
+
 /* The order has each tile once: all in their order, or long walks first. Of walks of one length the last query tile is
  * the first, but the first key tile. */
-static int num_orders[2]; /* by length, and kept */
-static void check_order(int seed, const fa_cuda_flex_walks *a, const int *walks, const int *order) {
+static int num_orders[2];   /* by length, and kept */
+static int num_without_map; /* cases where flex_walks reads the lists in place of a map */
+static void check_order(int seed, const fa_flex *f, const fa_cuda_flex_walks *a, int64_t mask, const int *walks,
+                        const int *order) {
     const bool keeps = a->group_heads > 0 && !ends_late(a, walks);
     num_orders[keeps] += a->group_heads > 0 && a->own_tiles > 1;
     for (int i = 0; i < a->own_tiles; i++) {
         if (order[i] < 0 || order[i] >= a->own_tiles) fail_msg("--seed %d: there is no tile %d", seed, order[i]);
         if (keeps && order[i] != i) fail_msg("--seed %d: place %d has tile %d", seed, i, order[i]);
         if (i == 0 || keeps) continue;
-        const int before = walks[order[i - 1] * (1 + a->other_tiles)], num = walks[order[i] * (1 + a->other_tiles)];
+        const int before = length_of(f, a, mask, order[i - 1], walks), num = length_of(f, a, mask, order[i], walks);
         const bool is_behind = a->own_keys ? order[i] > order[i - 1] : order[i] < order[i - 1];
         if (before < num || (before == num && !is_behind))
             fail_msg("--seed %d: tile %d of %d follows tile %d of %d", seed, order[i], num, order[i - 1], before);
@@ -201,8 +216,10 @@ static void check_hidden(int seed, const fa_flex *f, const fa_cuda_flex_walks *a
 static void run_case(int seed) {
     source = (random_source){(uint64_t)seed};
     const int64_t len_q = PICK(1, 40, 129, 300), len_kv = PICK(1, 33, 128, 300);
+    const bool holds_tiles = below(3) == 0; /* each tile lies in one block */
     fa_flex f = {.mask_b = PICK(1, 2), .mask_h = PICK(1, 3)};
     f.block_q = PICK(1, 16, 33, 128, INT32_MAX), f.block_kv = PICK(2, 16, 40, 128, INT32_MAX);
+    if (holds_tiles) f.block_q = PICK(64, 128, 256), f.block_kv = PICK(64, 128);
     f.rows = (len_q + f.block_q - 1) / f.block_q + below(2),
     f.columns = (len_kv + f.block_kv - 1) / f.block_kv + below(2);
     f.partial = make_list(&f, PICK(0, 2, 8));
@@ -213,10 +230,10 @@ static void run_case(int seed) {
     run_kernel(FA_FLEX_BLOCKS, &generic, 128, 0);
     check_map(seed, &f, &p, &generic);
 
-    const unsigned char *kinds = blocks.kinds;
+    const unsigned char *kinds = generic.kinds;
     const bool own_keys = below(2);
     fa_cuda_flex_walks a = {
-        .flex = {.kinds = kinds,
+        .flex = {.kinds = blocks.kinds,
                  .mask_b = (int)f.mask_b,
                  .mask_h = (int)f.mask_h,
                  .rows = (int)f.rows,
@@ -226,17 +243,25 @@ static void run_case(int seed) {
         .blocks = blocks,
         .own_len = (int)(own_keys ? len_kv : len_q),
         .other_len = (int)(own_keys ? len_q : len_kv),
-        .own_tile = (int)PICK(4, 7, 64, 128, 1000),
-        .other_tile = (int)PICK(4, 7, 64, 128, 1000),
+        .own_tile = (int)(holds_tiles ? PICK(16, 64) : PICK(4, 7, 64, 128, 1000)),
+        .other_tile = (int)(holds_tiles ? PICK(8, 32, 64) : PICK(4, 7, 64, 128, 1000)),
+        .own_shift = -1,
+        .other_shift = -1,
         .own_keys = own_keys,
         .group_heads = (int)PICK(0, 1, 3),
         .num_heads = (int)PICK(3, 12),
         .ctas = (int)PICK(1, 10, 132),
     };
+    for (int side = 0; side < 2 && holds_tiles; side++) {
+        const int64_t block = (side == 0) == own_keys ? f.block_kv : f.block_q;
+        int *shift = side ? &a.other_shift : &a.own_shift;
+        for (*shift = 0; (side ? a.other_tile : a.own_tile) << *shift < block;) ++*shift;
+    }
     a.own_tiles = (a.own_len + a.own_tile - 1) / a.own_tile;
     a.other_tiles = (a.other_len + a.other_tile - 1) / a.other_tile;
     const int64_t masks = f.mask_b * f.mask_h, pitch = 1 + a.other_tiles;
     a.walks = guarded_alloc((size_t)(masks * a.own_tiles * pitch) * sizeof(int), 4, true);
+    a.nums = guarded_alloc((size_t)(masks * a.own_tiles) * sizeof(int), 4, true);
     if (!own_keys || below(2)) a.order = guarded_alloc((size_t)(masks * a.own_tiles) * sizeof(int), 4, true);
     const int64_t rank_pitch = (int64_t)a.other_tiles * (a.own_tiles + 1);
     if (own_keys) a.ranks = guarded_alloc((size_t)(masks * rank_pitch) * sizeof(unsigned), 4, true);
@@ -247,6 +272,10 @@ static void run_case(int seed) {
     if (below(2)) { /* clusters with all phases */
         a.last_phase = a.ranks ? FA_FLEX_RANKS_PHASE : FA_FLEX_ORDER_PHASE;
         a.ctas_of_mask = (int)PICK(1, 2, 8);
+        if (!own_keys && holds_tiles && has_hidden && a.group_heads == 0) {
+            a.blocks.kinds = NULL;
+            num_without_map++;
+        }
         run_kernel(FA_FLEX_WALKS, &a, threads, (unsigned)a.ctas_of_mask);
     } else {
         for (int phase = FA_FLEX_MAP_PHASE; phase <= FA_FLEX_RANKS_PHASE; phase++) {
@@ -254,7 +283,7 @@ static void run_case(int seed) {
             run_kernel(FA_FLEX_WALKS, &a, threads, 0);
         }
     }
-    check_map(seed, &f, &p, &blocks);
+    if (a.blocks.kinds) check_map(seed, &f, &p, &blocks);
     const int64_t pitch_hidden = (int64_t)a.other_tiles * FA_HIDDEN_WORDS(a.other_tile) * 2 * a.own_tile;
     struct {
         fa_cuda_flex_walks walks;
@@ -273,7 +302,7 @@ static void run_case(int seed) {
         for (int own = 0; own < a.own_tiles && has_hidden; own++)
             check_hidden(seed, &f, &a, kinds + mask * f.rows * f.columns, own, walks + own * pitch,
                          of_hidden.walks.hidden + (mask * a.own_tiles + own) * pitch_hidden);
-        if (a.order) check_order(seed, &a, walks, a.order + mask * a.own_tiles);
+        if (a.order) check_order(seed, &f, &a, mask, walks, a.order + mask * a.own_tiles);
         if (own_keys)
             check_ranks(seed, &f, &a, kinds + mask * f.rows * f.columns, a.order ? a.order + mask * a.own_tiles : NULL,
                         a.ranks + mask * rank_pitch);
@@ -281,12 +310,12 @@ static void run_case(int seed) {
     guarded_free_all();
 }
 
-static int first_seed, last_seed = 300;
+static int first_seed, last_seed = 800;
 
 static void test_cases(void **state) {
     (void)state;
     for (int seed = first_seed; seed <= last_seed; seed++) run_case(seed);
-    if (first_seed < last_seed) assert_true(num_orders[0] >= 10 && num_orders[1] >= 10);
+    if (first_seed < last_seed) assert_true(num_orders[0] >= 10 && num_orders[1] >= 10 && num_without_map >= 10);
 }
 
 int main(int argc, char **argv) {
