@@ -45,6 +45,7 @@ enum which_tile { THIS_TILE = 0, PREVIOUS_TILE = 1 };
  *   repeat_step            the step of a work tile that failed
  *   issue_pv               O += P V of the last key tile
  *   store_o                stores O and lse of the warp's row strip
+ *   close_rows             computes what the store of O needs besides O, while the last P V runs
  *   finish_previous_tile   stores O of the tile before, or notes that it failed. NOTE: As a function of this header it
  *                          changes the machine code of 16 bits, by up to 8 instructions. */
 struct consumer_base {
@@ -96,6 +97,7 @@ struct consumer_base {
     /* ---- pipeline stages and turns ---- */
 
     DEVICE void wait_q() { mbarrier_wait(&smem.q_full[q_ring.stage], q_ring.parity); }
+    DEVICE bool q_has_come() { return mbarrier_test(&smem.q_full[q_ring.stage], q_ring.parity); }
     DEVICE void wait_k() { mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity); }
     DEVICE void wait_v() { mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity); }
     DEVICE void release_k() {
@@ -188,6 +190,12 @@ struct consumer_base {
 
     /* ---- a work tile ---- */
 
+    /* Waits for the last P V of the tile before. */
+    DEVICE void complete_pv() {
+        wgmma_wait_group<0>(O);
+        if (has_o) release_v();
+    }
+
     /* Takes the next work tile, and waits for the last P V of the tile before. */
     DEVICE tile_command take_tile() {
         wait_q();
@@ -206,8 +214,11 @@ struct consumer_base {
         walk.next = uniform(t.kv_end) - 1, walk.bottom = uniform(t.kv_begin);
         diagonal = (CACHE ? row_of_strip(p, t, row_block, warp) : first_row + 16 * warp) + lane / 4 + shift;
         t.set_scale(p, scale_log2);
-        wgmma_wait_group<0>(O);
-        if (has_o) release_v();
+        if (WALKS_EARLY) { /* Without settle ptxas would do this behind the wait. */
+            walk.begin_rows(p, diagonal - lane / 4, t.len_kv);
+            settle(__int_as_float(walk.seen_top + walk.next + walk.bottom + walk.exact_begin + walk.full_end), &smem);
+        }
+        complete_pv();
         q_desc = q_desc_0 + q_stage_of(THIS_TILE) * Q_STAGE + row_block * Q_BLOCK;
         q_head.b_idx = t.b_idx, q_head.head = head_of_strip(p, t, row_block, warp), q_head.shift = shift;
         if (SCORE && p.alibi_slopes && command <= REPEAT)
@@ -225,7 +236,9 @@ struct consumer_base {
         const int first_row = row_of_strip(p, t, row_block, warp);
         if (is_new && first_row < t.len_q) store_zeros(p, t, first_row, row_block);
     }
-    /* What a kernel adds: a work tile begins; its P V is complete; a repeated tile is computed. */
+    /* What a kernel adds: the last P V of a work tile runs; a work tile begins; its P V is complete; a repeated tile is
+     * computed. */
+    DEVICE void close_rows() {}
     DEVICE void begin_steps() {}
     DEVICE void complete_o() {}
     DEVICE void end_repeat() {}
@@ -256,6 +269,14 @@ template <class consumer> DEVICE tile_command begin_tile(consumer &c) {
     if (c.has_o) c.wait_v();
     pin(c.O), pin(c.P);
     c.issue_pv();
+    c.close_rows();
+    if constexpr (STORES_EARLY) {
+        if (uniform(c.has_o && !c.q_has_come())) {
+            c.complete_pv();
+            c.finish_tile(THIS_TILE, c.row_block);
+            c.has_o = uniform(0);
+        }
+    }
     const tile_command command = c.take_tile();
     c.complete_o();
     return command;
@@ -284,7 +305,7 @@ template <class consumer> DEVICE void run(consumer &c) {
     for (;;) {
         const tile_command command = begin_tile(c);
         if (command == COMPUTE && !c.is_idle()) {
-            c.walk.begin_rows(c.p, c.diagonal - c.lane / 4, c.tile_of(THIS_TILE).len_kv);
+            if (!WALKS_EARLY) c.walk.begin_rows(c.p, c.diagonal - c.lane / 4, c.tile_of(THIS_TILE).len_kv);
             c.begin_steps();
             c.skip_unseen_steps();
             if constexpr (element::BYTES == 1) {

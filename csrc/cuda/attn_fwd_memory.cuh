@@ -60,6 +60,7 @@ DEVICE void init_barriers(shared_memory &smem) {
 /* One thread. No row strip has failed, and no set of packed sequences is known. */
 DEVICE void init_notes(shared_memory &smem) {
     for (int i = 0; i < 4 * WGS; i++) smem.num_failed[i] = smem.num_seen[i] = 0;
+    if (FLEX && CLOSES_EARLY) set_no_tile(smem.tiles[TILE_SLOTS - 1], COMPUTE); /* of which rows are closed first */
     smem.sequences.first = -32, smem.sequences.begin = smem.sequences.end = 0;
 }
 

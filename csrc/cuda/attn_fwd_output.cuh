@@ -99,6 +99,60 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
     }
 }
 
+/* What the store of a row strip needs besides O. The places are uniform, so that TMA's instruction takes them as they
+ * are. */
+struct row_ends {
+    float factor[2] = {0, 0}; /* NaN if the row's sum or maximum left its range */
+    float lse[2] = {0, 0};
+    float *lse_dst = nullptr;
+    int rows_left = 0; /* of the sequence, from the thread's first row on; 0 if the thread stores no lse */
+    int row = 0, head = 0, batch = 0; /* of the strip in the tensor map of O */
+    int place = 0;                    /* of O in shared memory, in elements */
+};
+
+/* Puts O times factor into shared memory in 16 bits, as store_by_tma does. Says whether the row strip has failed: in
+ * 16 bits the check takes half of the instructions. Whole warp. */
+DEVICE bool put_checked(const float (&O)[O_REGS], const row_ends &ends, element::output *o_smem) {
+    const int lane = threadIdx.x % 32;
+    if (!O_IN_Q) {
+        if (lane == 0) cp_async_bulk_wait_all_read(); /* The last tile's store has left o_smem. */
+        __syncwarp();
+    }
+    const u32 matrix_row = lane % 16, swizzle = (O_ROW_BYTES == 128 ? matrix_row : matrix_row / 2) % (O_ROW_BYTES / 16);
+    u32 zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int g = 0; g < D_V / 16; g++) {
+        const int chunk = g * 16 / O_CHUNK;
+        const u32 vector = (g * 32 % O_ROW_BYTES / 16 + lane / 16) ^ swizzle;
+        const float *x = O + 8 * g;
+        u32 packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            packed[i] = cvt_x2<element::output>(x[2 * i] * ends.factor[i % 2], x[2 * i + 1] * ends.factor[i % 2]);
+            zeros[i] = zeros_x2<element::output>(packed[i], zeros[i]);
+        }
+        stmatrix_x4(smem_address(o_smem) + chunk * O_ROWS * O_ROW_BYTES + matrix_row * O_ROW_BYTES + vector * 16,
+                    packed[0], packed[1], packed[2], packed[3]);
+    }
+    fence_proxy_async();
+    const bool has_failed = __any_sync(0xffffffffu, ((zeros[0] | zeros[1] | zeros[2] | zeros[3]) & 0x7fff7fff) != 0);
+    __syncwarp();
+    return uniform(has_failed);
+}
+
+/* Stores what put_checked has put into shared memory, and then lse, whose place is known. Whole warp. */
+DEVICE void store_put(const row_ends &ends, const params &p, element::output *o_smem) {
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+        for (int c = 0; c < D_V / O_CHUNK; c++)
+            cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * O_CHUNK, c * O_CHUNK, ends.row, ends.head,
+                                       ends.batch);
+        cp_async_bulk_commit_group();
+    }
+    if (ends.rows_left > 0) ends.lse_dst[0] = ends.lse[0];
+    if (ends.rows_left > 8) ends.lse_dst[8] = ends.lse[1];
+}
+
 /* Stores O times factor without shared memory, of which none is left above 128 columns. */
 DEVICE void store_directly(const float (&O)[O_REGS], const float (&factor)[2], const params &p, const tile &t,
                            int first_row, int row_block) {

@@ -22,6 +22,11 @@ DEVICE bool has_failed(const float (&O)[O_REGS], const online_softmax &softmax) 
                                      fabsf(softmax.max_log2[0]) < most && fabsf(softmax.max_log2[1]) < most));
 }
 
+/* The same of one row's sum and m, before O is there. */
+DEVICE bool has_failed_row(const online_softmax &softmax, int r) {
+    return !(softmax.sum[r] < __int_as_float((127 + 96) << 23) && fabsf(softmax.max_log2[r]) < (1 << 20));
+}
+
 /* Notes that a row strip of a work tile failed. One lane of a consumer warp, whose number in the CTA is
  * `consumer_warp`. */
 DEVICE void note_failure(shared_memory &smem, int consumer_warp, int tile_idx, int strip) {

@@ -73,6 +73,19 @@ constexpr u32 V_ARRIVALS = 1;
 /* The distance between chunks of columns of V. */
 constexpr int V_LEADING_BYTES = BLOCK_KV * ROW_BYTES;
 constexpr bool WAITS_FOR_STORES = O_BY_TMA;
+/* What happens while the last P V of a work tile runs. Each choice is for the kernels that it made faster
+ * (measurements/forward.md, "Between work tiles").
+ *
+ * CLOSES_EARLY  The factor of O, lse and their places are computed. The check for failures reads O in 16 bits. With a
+ *               causal mask at 128 columns ptxas orders the exponentials of every step otherwise: +2.2% at 16k.
+ * STORES_EARLY  O is stored before the next work tile is taken, if the Q of that tile has not come.
+ * WALKS_EARLY   The walk of the next work tile is computed before the wait for P V. */
+constexpr bool IS_PLAIN = !LONGEST_FIRST && !VARLEN;
+constexpr bool CLOSES_EARLY = !CACHE && D_QK == D_V && (D_V == 64 || (D_V == 128 && (LOCAL || FLEX || IS_PLAIN)));
+constexpr bool STORES_EARLY = D_QK == 256 && !(CACHE || VARLEN || LOCAL || FLEX || SCORE || DROPOUT);
+constexpr bool WALKS_EARLY = STORES_EARLY || (CLOSES_EARLY && D_V == 128 && IS_PLAIN);
+static_assert(!CLOSES_EARLY || O_BY_TMA, "the check reads what stmatrix stores");
+static_assert(!STORES_EARLY || !O_IN_Q, "warps need not meet before O takes the place of Q");
 /* The place of O: elements, rows between its chunks, and the chunks themselves. */
 constexpr int O_ELEMENTS = O_BY_TMA && !O_IN_Q ? BLOCK_Q * D_V : 8, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
 constexpr int O_ROW_BYTES = ROW_BYTES, O_CHUNK = CHUNK;
@@ -325,17 +338,55 @@ struct consumer : consumer_base {
         store_max(softmax, p, t, first_row);
 #endif
     }
-    /* Stores O of the tile before. A row strip that failed is not stored: the scheduler will give its tile out
+    row_ends ends;
+    /* Computes what the store of the work tile's rows needs besides O. NOTE: a condition around this would keep ptxas
+     * from seeing that the ring positions are uniform. So before the first work tile this reads a slot without a tile,
+     * and nothing uses the result. */
+    DEVICE void close_rows() {
+        if (!CLOSES_EARLY) return;
+        const tile &t = tile_of(THIS_TILE);
+        const int first_row = row_of_strip(p, t, row_block, warp);
+        finish_softmax(softmax, p, ends.factor, ends.lse);
+        if (p.sinks.values.data) add_sinks(p, t, first_row, row_block, ends.factor, ends.lse);
+        const int row = first_row + lane / 4;
+        ends.rows_left = lane % 4 == 0 ? t.len_q - row : 0;
+        ends.head = uniform(head_of_strip(p, t, row_block, warp));
+        ends.lse_dst = p.lse + t.b_idx * p.lse_stride_b + ends.head * p.lse_stride_h + t.lse_origin + row;
+        ends.row = uniform(t.q_origin + first_row), ends.batch = uniform(t.q_batch);
+        ends.place = uniform(O_IN_Q ? q_stage_of(THIS_TILE) * (BLOCK_Q * D_QK) + (64 * row_block + 16 * warp) * CHUNK
+                                    : (4 * wg + warp) * 16 * D_V);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (ends.lse[r] == INF) ends.lse[r] = p.empty_lse;
+            if (has_failed_row(softmax, r)) ends.factor[r] = __int_as_float(0x7fffffff);
+        }
+        if (WALKS_EARLY)
+            settle(ends.factor[0] + ends.factor[1] + ends.lse[0] + ends.lse[1] +
+                       __int_as_float((int)(long long)ends.lse_dst + ends.rows_left),
+                   &smem);
+    }
+    /* Stores O of a tile that is complete. A row strip that failed is not stored: the scheduler will give its tile out
      * again. */
-    DEVICE void finish_previous_tile() {
-        const tile &t = tile_of(PREVIOUS_TILE);
-        const int block = row_block_of(PREVIOUS_TILE), first_row = row_of_strip(p, t, block, warp);
-        if (uniform(has_failed(O, softmax))) {
+    DEVICE void finish_tile(which_tile which, int block) {
+        const tile &t = tile_of(which);
+        const int first_row = row_of_strip(p, t, block, warp);
+        if constexpr (CLOSES_EARLY) {
+            element::output *o_smem = (O_IN_Q ? smem.q[0] : smem.o) + ends.place;
+            if (put_checked(O, ends, o_smem)) {
+                if (is_leader) note_failure(smem, 4 * wg + warp, t.idx, 4 * block + warp);
+            } else {
+                store_put(ends, p, o_smem);
+#if FLEX_MAX
+                store_max(softmax, p, t, first_row);
+#endif
+            }
+        } else if (uniform(has_failed(O, softmax))) {
             if (is_leader) note_failure(smem, 4 * wg + warp, t.idx, 4 * block + warp);
         } else {
-            store_o(PREVIOUS_TILE, t, block, first_row);
+            store_o(which, t, block, first_row);
         }
     }
+    DEVICE void finish_previous_tile() { finish_tile(PREVIOUS_TILE, row_block_of(PREVIOUS_TILE)); }
 };
 
 /* ---- entry ----------------------------------------------------------------------------------------------------- */

@@ -245,6 +245,31 @@ template <int PENDING, int N> DEVICE void wgmma_wait_group(float (&d)[N]) {
     pin(d);
 }
 
+/* c, or NaN in each half where x has NaN or inf. c is 0 or NaN. [fma] */
+template <class T> __device__ u32 zeros_x2(u32 x, u32 c);
+template <> DEVICE u32 zeros_x2<bf16>(u32 x, u32 c) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(0), "r"(c));
+    return d;
+}
+template <> DEVICE u32 zeros_x2<fp16>(u32 x, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(0), "r"(c));
+    return d;
+}
+
+/* Any thread: has the phase of the mbarrier ended? [mbarrier.test_wait] */
+DEVICE bool mbarrier_test(u64 *barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, done;}"
+                 : "=r"(done)
+                 : "r"(smem_address(barrier)), "r"(parity)
+                 : "memory");
+    return done;
+}
+
 /* Any thread. Everything that x comes from is computed before the next wgmma_wait_group. NOTE: ptxas moves arithmetic
  * behind such a wait, although the arithmetic should hide the product. ptxas moves no store. The store here never
  * happens, because no sum of exponentials has these bits. ptxas must not find that out. From the condition `x < 0` it
