@@ -88,6 +88,33 @@ def test_repeats_of_a_fixed_order_are_bitwise_equal(d, causal, packed):
 
 
 @pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+def test_heads_that_are_walked_together_do_not_change_results(d):
+    """With a causal mask so many heads are several groups. A sequence alone has one, and packed heads have others."""
+    torch.manual_seed(0)
+    b, length = 18, 300
+    leaves = [randn(b, length, h, d) for h in (32, 16, 16)]
+    dout = torch.randn(b, length, 32, d, device="cuda", dtype=torch.bfloat16)
+    plan = explain(flash_attn_func, *leaves, causal=True)
+    if torch.cuda.get_device_properties().multi_processor_count == 132:
+        assert 1 < plan.group_heads <= 576 // 4
+    out = flash_attn_func(*leaves, causal=True)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    for i in (0, 7, b - 1):
+        alone = [x[i : i + 1].detach().requires_grad_() for x in leaves]
+        own = flash_attn_func(*alone, causal=True)
+        assert torch.equal(own[0], out[i])
+        own_gradients = torch.autograd.grad(own, alone, dout[i : i + 1])
+        assert torch.equal(own_gradients[1][0], gradients[1][i]) and torch.equal(own_gradients[2][0], gradients[2][i])
+        torch.testing.assert_close(own_gradients[0][0], gradients[0][i], rtol=0.02, atol=1e-3)
+    cu = torch.arange(0, b * length + 1, length, dtype=torch.int32, device="cuda")
+    flat = [x.detach().flatten(0, 1).requires_grad_() for x in leaves]
+    packed = flash_attn_varlen_func(*flat, cu, cu, length, length, causal=True)
+    assert torch.equal(packed.view_as(out), out)
+    packed_gradients = torch.autograd.grad(packed, flat, dout.flatten(0, 1))
+    assert all(torch.equal(x.view_as(y), y) for x, y in zip(packed_gradients[1:], gradients[1:], strict=True))
+
+
+@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
 @pytest.mark.parametrize("causal", BOTH)
 def test_scores_that_rise_or_are_huge(d, causal):
     """Each key has a larger score than the keys after it, by more than the maximum may lag behind. In the second half

@@ -1,6 +1,8 @@
 """The choice of a forward, of its order, and of the generic kernels (harness_plan.py)."""
 
 import re
+import shutil
+import subprocess
 from itertools import product
 
 import flash_attn_2_cuda
@@ -70,6 +72,72 @@ def test_kernel(plan, numbers, kernel):
 def test_the_forward_before_hopper_takes_tiles_for_which_there_is_shared_memory(plan, capability, names):
     for d, name in zip((8, 72, 104, 136, 200), names, strict=True):
         assert plan(capability=capability, d=d).split()[0] == f"attn_fwd_sm80_bf16_{name}"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "group_heads"),
+    [
+        ({}, 0),  # without a mask
+        ({"left": 100}, 0),
+        ({"right": 0}, 42),  # 8 tiles of each head; 216 CTAs want 324 tiles, which are 41 heads; 256 heads are 6 groups
+        ({"right": 0, "left": 600}, 42),
+        ({"right": 0, "packed": 1}, 45),  # rows that belong to no sequence count as heads of one more
+        ({"right": 0, "len_q": 128}, 0),
+        ({"right": 0, "len_q": 16384}, 3),
+        ({"right": 0, "len_q": 65536}, 0),  # a head has enough tiles
+        ({"right": 0, "b": 1}, 16),  # all
+        ({"right": 0, "h": 1, "h_kv": 1, "b": 1}, 0),
+        ({"right": 0, "d": 256}, 21),  # one CTA on an SM
+        ({"right": 0, "sms": 0}, 0),  # unknown
+        ({"right": 0, "pass": 1}, 0),  # the forward alone
+    ],
+    ids=str,
+)
+def test_heads_that_are_walked_together_before_hopper(plan, numbers, group_heads):
+    numbers = {"capability": 80, "sms": 108, "b": 16, "h": 16, "h_kv": 16, "launch": 1} | numbers
+    assert plan(**numbers).split()[0] == str(group_heads)
+
+
+TASKS = """
+#include <stdio.h>
+#include <string.h>
+#define DEVICE static inline
+template <class T> T min(T x, T y) { return x < y ? x : y; }
+template <class T> T max(T x, T y) { return x < y ? y : x; }
+#include "cuda/task_order.cuh"
+int main() {
+    static char seen[64][64];
+    for (int tiles = 1; tiles < 12; tiles++)
+        for (int heads = 1; heads < 40; heads++)
+            for (int group = 0; group <= heads; group++) {
+                memset(seen, 0, sizeof seen);
+                task_place last = {-1, -1};
+                for (int task = 0; task < tiles * heads; task++) {
+                    const task_place x = place_of_task(task, tiles, heads, group);
+                    if (x.head < 0 || x.head >= heads || x.tile < 0 || x.tile >= tiles || seen[x.head][x.tile]++)
+                        return printf("%d tiles of %d heads, %d together: task %d", tiles, heads, group, task), 1;
+                    /* The next tile is longer only where the next heads begin. */
+                    if (task && x.tile < last.tile && (x.tile != 0 || x.head <= last.head)) return puts("order"), 1;
+                    last = x;
+                }
+            }
+    const long long far = (1ll << 32) + 5; /* the tasks of 2^20 heads of 2^13 tiles */
+    const task_place x = place_of_task(far, 1 << 13, 1 << 20, 0), y = place_of_task(far, 1 << 13, 1 << 20, 2);
+    if (x.head != 1 << 19 || x.tile != 5 || y.head != (1 << 19) + 1 || y.tile != 2) return puts("far"), 1;
+    return 0;
+}
+"""
+
+
+def test_each_task_before_hopper_is_a_tile_of_its_own(tmp_path):
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    (tmp_path / "tasks.cpp").write_text(TASKS)
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    command = [compiler, "-std=c++17", "-O1", *sanitizers, "-I", CSRC, tmp_path / "tasks.cpp", "-o", tmp_path / "tasks"]
+    subprocess.run(command, check=True)
+    subprocess.run([tmp_path / "tasks"], check=True)
 
 
 @pytest.mark.parametrize(

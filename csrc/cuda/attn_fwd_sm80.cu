@@ -32,16 +32,17 @@
  * Which limit binds: latencies. Two warps share a quarter of an SM, and wait for ldmatrix and barriers.
  *
  * Specification: ../cpu/reference.c. */
-#define F32      0
-#define OF_3     0
-#define SWIZZLES (SPLIT == 2 && STAGES == 2)
+#define F32         0
+#define OF_3        0
+#define READS_CACHE (!SHORT_ENDS) /* never: a row says whether the text knows that */
+#define SWIZZLES    (SPLIT == 2 && STAGES == 2)
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS, BLOCKS times 16 query rows that SPLIT warps share,
  * and STAGES of K and V. The row says whether Q and the addresses of a lane are in registers (Q_REGS, LANE_REGS), and
  * when P V is added (LATE). It gives how many loads run AHEAD of products, and the CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(SPLIT) || \
     !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(AHEAD) ||   \
-    !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
+    !defined(SHORT_ENDS) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
 #error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
 #endif
 #ifndef KERNEL
@@ -52,6 +53,7 @@
 #include "tile_sm80.cuh"
 #include "quads.cuh"
 #include "sinks.cuh"
+#include "task_order.cuh"
 
 /* SPLIT warps share WARP_ROWS rows: they divide the keys of S and the columns of O. */
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS / SPLIT;
@@ -443,9 +445,9 @@ DEVICE void finish_block(const fa_cuda_problem &p, const sequence &s, int head, 
 #pragma unroll
     for (int c = 0; c < OWN_COLUMNS; c += AT_ONCE) {
         const int left = column + own_column_of(c);
-        store_rows((const float (&)[4 * AT_ONCE]) o[c], weights,
-                   (element::output *)p.o.data + query_offset(p.o, s, 0, head) + left, p.o.stride_row, row, s.len_q,
-                   p.d - left);
+        store_rows<SHORT_ENDS>((const float (&)[4 * AT_ONCE]) o[c], weights,
+                               (element::output *)p.o.data + query_offset(p.o, s, 0, head) + left, p.o.stride_row, row,
+                               s.len_q, p.d - left);
     }
 }
 
@@ -466,7 +468,7 @@ DEVICE bool has_nan(const float (&o)[BLOCKS][OWN_COLUMNS][4]) {
  * thread's O. If there may be such a NaN, the function returns true. Then all rows must be computed again with
  * IS_CAREFUL. */
 DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequence &s, int head, int first_row) {
-    const int head_kv = head / (p.h / p.h_kv);
+    const int head_kv = quotient(head, quotient(p.h, p.h_kv));
     const int part = SPLIT > 1 ? uniform(warp() % SPLIT) : 0, own_key = part * OWN_KEYS;
     const int own_column = part * (SWIZZLES ? 32 : 8 * OWN_COLUMNS);
     const int own_row = WARP_ROWS * uniform(warp() / SPLIT), warp_row = first_row + own_row;
@@ -729,9 +731,6 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     return is_doubtful;
 }
 
-/* x / by, which is smaller than 2^31. A division of 64 bits takes several hundred clocks. */
-DEVICE int quotient(long long x, int by) { return x >> 32 ? (int)(x / by) : (int)((u32)x / (u32)by); }
-
 /* A task is one tile of one head of one sequence. The last tile comes first, because its rows are the longest rows of a
  * causal mask. Packed calls have further tasks for the rows that belong to no sequence. A task of a sequence that is
  * longer than max_seqlen does several tiles. */
@@ -739,11 +738,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const fa_c
     extern __shared__ __align__(128) char memory[];
     shared_memory &shared = *(shared_memory *)memory;
     const bool is_packed = p.cu_seqlens_q != nullptr;
-    const long long num_tasks = (long long)(p.b + is_packed) * p.h * p.num_tiles;
+    const int num_heads = (p.b + is_packed) * p.h;
+    const long long num_tasks = (long long)num_heads * p.num_tiles;
     for (long long task = blockIdx.x; task < num_tasks; task += gridDim.x) {
-        const int row_of_tiles = quotient(task, p.num_tiles); /* of one head of one sequence */
-        const int tile = p.num_tiles - 1 - (int)(task - (long long)row_of_tiles * p.num_tiles);
-        const int b_idx = row_of_tiles / p.h, head = row_of_tiles - b_idx * p.h;
+        const task_place place = place_of_task(task, p.num_tiles, num_heads, p.group_heads);
+        const int tile = p.num_tiles - 1 - place.tile, b_idx = quotient(place.head, p.h),
+                  head = place.head - b_idx * p.h;
         if (b_idx == p.b) {
             fill_unowned_rows(p, head, clamp(p.cu_seqlens_q[p.b], 0, p.total_q) + tile, p.num_tiles);
             continue;

@@ -24,8 +24,9 @@ DEVICE void transpose_in_quad(u32 (&x)[4]) {
 
 /* Stores a warp's 16 rows of x times `factor`, as elements of the output. The first row is row `row`, and `base` is
  * the place of row 0. Rows from `end` on and columns from `columns` on do not exist. `stride` is a reference, so
- * that the kernel reads the stride where the stride is used. The whole warp calls this function. */
-template <int N>
+ * that the kernel reads the stride where the stride is used. AT_ONCE: 16 bytes are stored by one instruction for sure.
+ * The whole warp calls this function. */
+template <bool AT_ONCE = false, int N>
 DEVICE void store_rows(const float (&x)[N], const float (&factor)[2], element::output *base, const long long &stride,
                        int row, int end, int columns) {
     const int lane = threadIdx.x % 32;
@@ -42,7 +43,10 @@ DEVICE void store_rows(const float (&x)[N], const float (&factor)[2], element::o
             for (int k = 0; k < 4; k++) packed[k] = cvt_x2<element::output>(y[4 * k] * f, y[4 * k + 1] * f);
             transpose_in_quad(packed);
             const int column = 32 * g + 8 * (lane % 4);
-            if (i < end && column < columns)
+            if (i >= end || column >= columns) continue;
+            if (AT_ONCE)
+                st_global_x4(dst + column, packed);
+            else
                 *(uint4 *)(dst + column) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }

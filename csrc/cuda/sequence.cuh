@@ -2,7 +2,8 @@
  * arrays may hold any value, but every place lies within the tensors. Offsets and lengths are clamped to the
  * existing rows, and a page number that no page has counts as the last page's.
  *
- * Kernels with OF_3 know what flash-attn 3 adds to the lengths and to the mask. */
+ * Kernels with OF_3 know what flash-attn 3 adds to the lengths and to the mask. Kernels without READS_CACHE know no
+ * pages, left padding, cache_batch_idx and new keys. */
 #ifndef FA_SEQUENCE_CUH
 #define FA_SEQUENCE_CUH
 
@@ -11,6 +12,9 @@
 
 #ifndef OF_3
 #error "additions of flash-attn 3: 0 or 1"
+#endif
+#ifndef READS_CACHE
+#define READS_CACHE 1
 #endif
 
 struct sequence {
@@ -31,7 +35,8 @@ DEVICE int num_new_keys(const fa_cuda_problem &p, int b_idx) {
 }
 
 DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
-    const int cache_row = p.cache_batch_idx ? clamp(p.cache_batch_idx[b_idx], 0, p.cache_rows - 1) : b_idx;
+    const int cache_row =
+        READS_CACHE && p.cache_batch_idx ? clamp(p.cache_batch_idx[b_idx], 0, p.cache_rows - 1) : b_idx;
     sequence s = {b_idx, 0, p.len_q, p.len_kv, cache_row, 0, p.len_kv, nullptr};
     if (p.cu_seqlens_q) {
         s.q_row = clamp(p.cu_seqlens_q[b_idx], 0, p.total_q);
@@ -39,20 +44,20 @@ DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
     }
     if (OF_3 && p.seqused_q) s.len_q = clamp(p.seqused_q[b_idx], 0, s.len_q);
     if (p.cu_seqlens_k) {
-        const int total = p.paged ? 0x7fffffff : p.total_kv;
+        const int total = READS_CACHE && p.paged ? 0x7fffffff : p.total_kv;
         const int begin = clamp(p.cu_seqlens_k[b_idx], 0, total);
         s.len_kv = s.capacity = clamp(p.cu_seqlens_k[b_idx + 1], begin, total) - begin;
-        s.kv_row = p.paged ? 0 : begin;
+        s.kv_row = READS_CACHE && p.paged ? 0 : begin;
         s.kv_batch = 0;
     }
-    if (p.paged) {
+    if (READS_CACHE && p.paged) {
         s.pages = p.block_table + cache_row * p.block_table_stride;
         s.capacity = (int)min((long long)p.block_table_cols * p.page_size, 0x40000000ll);
     }
     if (p.seqused_k) s.len_kv = p.seqused_k[b_idx];
     s.len_kv = clamp(s.len_kv, 0, s.capacity);
-    s.len_kv = min(s.len_kv + num_new_keys(p, b_idx), s.capacity);
-    if (p.leftpad_k) {
+    if (READS_CACHE) s.len_kv = min(s.len_kv + num_new_keys(p, b_idx), s.capacity);
+    if (READS_CACHE && p.leftpad_k) {
         const int pad = clamp(p.leftpad_k[b_idx], 0, s.len_kv);
         s.kv_row += pad;
         s.len_kv -= pad;
@@ -65,7 +70,7 @@ DEVICE sequence sequence_at(const fa_cuda_problem &p, int b_idx) {
 DEVICE long long cache_offset(const fa_cuda_problem &p, const fa_cuda_view &kv, const sequence &s, int row,
                               int head_kv) {
     long long batch = s.kv_batch;
-    if (p.paged) {
+    if (READS_CACHE && p.paged) {
         batch = (int)min((unsigned)s.pages[row / p.page_size], (unsigned)p.num_pages - 1);
         row %= p.page_size;
     }

@@ -9,31 +9,6 @@ constexpr int K_STEPS = HEAD_DIM / 16, BYTES = factor::BYTES;
 
 /* ---- loads ----------------------------------------------------------------------------------------------------- */
 
-/* Copies ROWS rows of `columns` elements to a tile in shared memory. Rows from num_rows on and other columns become
- * zero. Each thread copies pieces of 16 bytes. */
-template <int ROWS>
-DEVICE void load_rows(factor *tile, const factor *rows, long long stride, int num_rows, int columns) {
-    constexpr int PIECES = HEAD_DIM / 8, NUM = ROWS * PIECES / THREADS;
-    /* Where the threads take whole rows, a thread stays in its column and goes down in steps of STEP rows. */
-    constexpr int STEP = THREADS % PIECES == 0 ? THREADS / PIECES : 0;
-    static_assert(ROWS * PIECES % THREADS == 0, "no thread has less to do");
-    const int top = threadIdx.x / PIECES, left = threadIdx.x % PIECES * 8;
-    const factor *from = rows + top * stride + left;
-    const u32 to = smem_address(tile + top * PITCH + swizzled(top, left));
-    static_assert(!SWIZZLES || STEP % 8 == 0, "a thread's pieces lie at the same place of their rows");
-    const int num_own = left < columns ? num_rows - top : 0;
-#pragma unroll
-    for (int i = 0; i < NUM; i++) {
-        if (STEP) {
-            cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
-        } else {
-            const int piece = threadIdx.x + i * THREADS, row = piece / PIECES, column = piece % PIECES * 8;
-            cp_async_16(smem_address(tile + row * PITCH + swizzled(row, column)), rows + row * stride + column,
-                        row < num_rows && column < columns);
-        }
-    }
-}
-
 /* Loads tiles of ROWS rows. LANES threads share a row, and some of them are idle if a row has fewer pieces of 16 bytes.
  * A thread stays in its columns, and its pieces of a tile lie STEP rows apart. */
 template <int ROWS> struct tile_loader {
@@ -87,6 +62,22 @@ template <int ROWS> struct tile_loader {
         return signs & factor::SIGNS;
     }
 };
+
+/* Copies ROWS rows of `columns` elements to a tile in shared memory, as tile_loader does. Rows from num_rows on and
+ * other columns become zero. */
+template <int ROWS>
+DEVICE void load_rows(factor *tile, const factor *rows, long long stride, int num_rows, int columns) {
+    typedef tile_loader<ROWS> loader;
+    constexpr int STEP = loader::STEP;
+    const int top = loader::top(), left = loader::left();
+    const factor *from = rows + top * stride + left;
+    const u32 to = smem_address(tile + top * PITCH + swizzled(top, left));
+    const int num_own = left < columns ? num_rows - top : 0;
+    if (loader::LANES == loader::PIECES || left < HEAD_DIM)
+#pragma unroll
+        for (int i = 0; i < loader::NUM; i++)
+            cp_async_16(to + i * STEP * PITCH * BYTES, from + i * STEP * stride, i * STEP < num_own);
+}
 
 /* ---- products -------------------------------------------------------------------------------------------------- */
 

@@ -8,6 +8,7 @@ fa_status fa_cuda_fwd_sm80(const fa_cuda_call *call, fa_error *err) {
     const bool packed = p->cu_seqlens_q != NULL;
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.num_tiles = fa_count_tiles(p->len_q, p->total_q, packed, call->plan->block_q);
+    a.group_heads = call->plan->gpu.group_heads;
     const int64_t num_tasks = (p->b + packed) * p->h * a.num_tiles;
     const unsigned grid = num_tasks < INT32_MAX ? (unsigned)num_tasks : INT32_MAX;
     const unsigned threads = 32 * (unsigned)fa_fwd_sm80_row(call->plan->gpu.row)->warps;

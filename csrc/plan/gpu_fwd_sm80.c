@@ -1,6 +1,7 @@
 /* Planner of attn_fwd_sm80: its requirements, and its row of cuda/tiles.def. */
 #include "gpu_planners.h"
 #include "gpu_problem.h"
+#include "gpu_task_order.h"
 
 const char *fa_plan_fwd_sm80(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const double largest_scale = 1e30; /* with log2 e, and with its products, a larger scale would leave the floats */
@@ -25,5 +26,10 @@ const char *fa_plan_fwd_sm80(const fa_problem *p, const fa_machine *machine, fa_
     if (!(p->scale < largest_scale)) plan->gpu.features |= FA_SCORE;
     plan->block_q = 16 * t->warps * t->blocks / t->split;
     plan->block_kv = t->block_kv;
+    const bool packed = p->cu_seqlens_q != NULL;
+    const int64_t rows = packed && p->b > 0 ? p->total_q / p->b : p->len_q, block_q = plan->block_q;
+    plan->gpu.group_heads =
+        fa_heads_walked_together(p, (p->b + packed) * p->h, (rows + block_q - 1) / block_q,
+                                 (p->len_q + block_q - 1) / block_q, (int64_t)machine->gpu_sms * t->ctas);
     return NULL;
 }

@@ -141,9 +141,9 @@ static const fa_row fwd_sm80_rows[] = {
 #define PADDED_SHARED(d, rows, kv, stages, q_regs, split)                                                           \
     (PADDED_ROW(d, 2) * ((q_regs) ? (stages) * (kv) + MOST((stages) * (kv), rows) : 2 * (stages) * (kv) + (rows)) + \
      ((q_regs) ? 4 * (rows) : 0) + ((split) > 1 ? PADDED_ROW(kv, 2) * (rows) : 0))
-#define FA_FWD_TILE_SM80(d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas)             \
+#define FA_FWD_TILE_SM80(d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, short_ends, ctas) \
     {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks##x##split) "kv" #kv "s" #stages Q_REGS_##q_regs, \
-     {d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas},                               \
+     {d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, short_ends, ctas},                   \
      FA_SCORE | FA_DROPOUT,                                                                                     \
      SHARED(d, 16 * (warps) * (blocks) / (split), kv, stages, q_regs, split)},
 #include "cuda/tiles.def"
@@ -411,9 +411,9 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .chooses = delta_any_chooses},
     [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
                      .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", "sinks.cuh",
-                                    TILE_ANY_FILES),
-                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS",
-                                 "LANE_REGS", "LATE", "AHEAD", "CTAS"},
+                                    "task_order.cuh", TILE_ANY_FILES),
+                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS", "LANE_REGS",
+                                 "LATE", "AHEAD", "SHORT_ENDS", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
                      .rows = fwd_sm80_rows,
                      .num_rows = NUM_ROWS(fwd_sm80_rows),

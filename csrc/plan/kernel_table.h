@@ -112,7 +112,7 @@ const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
 
 /* The columns of attn_fwd_sm80. */
 typedef struct {
-    int d, block_kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, ctas;
+    int d, block_kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, short_ends, ctas;
 } fa_fwd_sm80_columns;
 const fa_fwd_sm80_columns *fa_fwd_sm80_row(int row);
 

@@ -206,6 +206,10 @@ static inline void cp_async_wait_all() {
     cp_async_wait_group<0>();
 }
 static inline void red_add(float *sum, float x) { *sum += x; }
+static inline void st_global_x4(void *to, const u32 (&x)[4]) {
+    if ((uintptr_t)to % 16) abort();
+    memcpy(to, x, sizeof x);
+}
 static inline void red_release_inc(u32 *counter) { ++*counter, num_naps = 0; }
 static inline u32 ld_acquire(const u32 *counter) {
     __nanosleep(0);
