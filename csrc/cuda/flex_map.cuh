@@ -18,7 +18,7 @@ struct listed_row {
     DEVICE listed_row(const fa_cuda_flex_blocks &p, const fa_cuda_block_list &list, int b, int h, int row)
         : blocks(list.blocks + b * list.blocks_stride[0] + h * list.blocks_stride[1] + row * list.blocks_stride[2]),
           num(list.num ? list.num[b * list.num_stride[0] + h * list.num_stride[1] + row * list.num_stride[2]] : 0) {
-        num = min(num, p.columns);
+        num = max(min(num, p.columns), 0);
     }
 };
 

@@ -212,8 +212,7 @@ DEVICE void rank_tiles(const params &p, const block_map &map, int mask, int othe
 /* Room for the pairs of a tile in a row with so many partial blocks. */
 DEVICE int slots_of(const params &p, int num_partial) {
     const int has_end = p.other_tiles * p.other_tile > p.other_len; /* the last tile has bits if it is full, too */
-    if (num_partial > p.other_tiles >> p.other_shift) return p.other_tiles;
-    return min((max(num_partial, 0) << p.other_shift) + has_end, p.other_tiles);
+    return min((num_partial << p.other_shift) + has_end, p.other_tiles);
 }
 
 /* Where each tile lies in one block, the own side is that of the queries, and nobody else reads the map, no warp

@@ -148,7 +148,7 @@ static bool ends_late(const fa_cuda_flex_walks *a, const int *walks) {
 static int64_t number_in(const fa_flex_list *t, const fa_flex *f, int64_t mask, int64_t row) {
     const int64_t b = mask / f->mask_h, h = mask % f->mask_h;
     const int num = t->num ? t->num[b * t->num_stride[0] + h * t->num_stride[1] + row * t->num_stride[2]] : 0;
-    return num < f->columns ? num : f->columns;
+    return num < 0 ? 0 : num < f->columns ? num : f->columns;
 }
 
 /* The length of a tile's walk, and without a map the number of blocks of its row. */
