@@ -271,7 +271,9 @@ template <class consumer> DEVICE tile_command begin_tile(consumer &c) {
     c.issue_pv();
     c.close_rows();
     if constexpr (STORES_EARLY) {
-        if (uniform(c.has_o && !c.q_has_come())) {
+        /* The wait for products wants all warps of the warpgroup, so they decide together. */
+        const bool waits_for_q = !bar_red_or(BAR_GROUP + c.wg, 128, c.q_has_come());
+        if (uniform(c.has_o && waits_for_q)) {
             c.complete_pv();
             c.finish_tile(THIS_TILE, c.row_block);
             c.has_o = uniform(0);

@@ -272,8 +272,8 @@ DEVICE bool mbarrier_test(u64 *barrier, u32 parity) {
 
 /* Any thread. Everything that x comes from is computed before the next wgmma_wait_group. NOTE: ptxas moves arithmetic
  * behind such a wait, although the arithmetic should hide the product. ptxas moves no store. The store here never
- * happens: no sum of exponentials, and no number of tiles, has these bits. ptxas must not find that out. From the
- * condition `x < 0` it did, and dropped the store. [st] */
+ * happens: no sum of exponentials, and no number of tiles, has these bits. Other sums are of fast math, without
+ * denormals. ptxas must not find that out. From the condition `x < 0` it did, and dropped the store. [st] */
 DEVICE void settle(float x, void *shared) {
     asm volatile("{.reg .pred never; .reg .b32 bits; mov.b32 bits, %0; setp.eq.s32 never, bits, 0x80000001;"
                  "@never st.shared.f32 [%1], %0;}" ::"f"(x),
