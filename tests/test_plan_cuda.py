@@ -89,7 +89,11 @@ def test_the_forward_before_hopper_takes_tiles_for_which_there_is_shared_memory(
         ({"right": 0, "h": 1, "h_kv": 1, "b": 1}, 0),
         ({"right": 0, "d": 256}, 21),  # one CTA on an SM
         ({"right": 0, "sms": 0}, 0),  # unknown
-        ({"right": 0, "pass": 1}, 0),  # the forward alone
+        ({"right": 0, "pass": 1}, 21),
+        ({"right": 0, "pass": 1, "d": 256}, 11),  # tiles of 64 keys
+        ({"right": 0, "pass": 1, "h_kv": 4}, 21),  # key heads
+        ({"right": 0, "pass": 1, "packed": 1}, 21),
+        ({"pass": 1}, 0),
     ],
     ids=str,
 )

@@ -54,6 +54,7 @@
 #include "attn_bwd_sm80_products.cuh"
 #include "attn_bwd_sm80_weights.cuh"
 #include "quads.cuh"
+#include "task_order.cuh"
 
 /* dQ of a step is computed LAG steps later. */
 constexpr int LAG = SPLIT == 1;
@@ -518,8 +519,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) KERNEL(const para
             task = shared.task[0];
         }
         if (task >= num_tasks) return;
-        const int tile = (int)(task % a.num_tiles), head_kv = (int)(task / a.num_tiles % a.h_kv);
-        const sequence s = sequence_at(a, (int)(task / a.num_tiles / a.h_kv));
+        /* NOTE: a number, not a head and a tile. With these ptxas orders the steps of 64 columns worse: 2 to 4%. */
+        const long long at = task_in_order(task, a.num_tiles, a.b * a.h_kv, a.group_heads);
+        const int tile = (int)(at % a.num_tiles), head_kv = (int)(at / a.num_tiles % a.h_kv);
+        const sequence s = sequence_at(a, (int)(at / a.num_tiles / a.h_kv));
         for (int key = tile * BLOCK_KV; key < s.len_kv; key += a.num_tiles * BLOCK_KV)
             make_gradients(p, shared, s, head_kv, key);
     }

@@ -59,7 +59,7 @@ typedef struct {
     int piece_bytes;
     int zero_tensors; /* true: rows of packed outputs that belong to no sequence become zero */
     int num_tiles;    /* tiles of the longest sequence: CTAs of one head */
-    int group_heads;  /* attn_fwd_sm80: heads that are walked together (task_order.cuh) */
+    int group_heads;  /* attn_fwd_sm80, attn_bwd_sm80: heads that are walked together (task_order.cuh) */
     float empty_lse;  /* lse of a row that sees no key */
     fa_cuda_sinks sinks;
 

@@ -35,4 +35,11 @@ DEVICE task_place place_of_task(long long task, int num_tiles, int num_heads, in
     return {first + in_group - tile * heads, tile};
 }
 
+/* The same place as a number: head num_tiles + tile. */
+DEVICE long long task_in_order(long long task, int num_tiles, int num_heads, int group_heads) {
+    if (group_heads <= 1) return task;
+    const task_place place = place_of_task(task, num_tiles, num_heads, group_heads);
+    return (long long)place.head * num_tiles + place.tile;
+}
+
 #endif

@@ -26,6 +26,7 @@ fa_status fa_cuda_bwd_sm80(const fa_cuda_call *call, fa_error *err) {
                                  .num_slabs = (int)w.num_slabs,
                                  .num_q_tiles = fa_count_tiles(p->len_q, p->total_q, packed, tile->block_q)};
     a.problem.num_tiles = fa_count_tiles(p->len_kv, p->total_kv, packed, tile->block_kv);
+    a.problem.group_heads = call->plan->gpu.group_heads;
     if (p->deterministic) {
         a.turns = (unsigned *)(workspace + w.turns);
         a.tile_counter = (unsigned *)(workspace + w.tile_counter);

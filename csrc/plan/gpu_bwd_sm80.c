@@ -2,6 +2,7 @@
 #include "bwd_sm80_workspace.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
+#include "gpu_task_order.h"
 
 /* Does the kernel leave more than half of the SMs idle, where the generic kernels would not? A CTA walks over all query
  * heads of its key head. The generic kernel of dQ has CTAs for each query head, and those of keys own fewer keys. NOTE:
@@ -34,6 +35,10 @@ const char *fa_plan_bwd_sm80(const fa_problem *p, const fa_machine *machine, fa_
     plan->gpu.any_order = !p->deterministic;
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
+    const int64_t keys = p->cu_seqlens_k && p->b > 0 ? p->total_kv / p->b : p->len_kv;
+    plan->gpu.group_heads =
+        fa_heads_walked_together(p, p->b * p->h_kv, (keys + t->block_kv - 1) / t->block_kv,
+                                 (p->len_kv + t->block_kv - 1) / t->block_kv, (int64_t)machine->gpu_sms * t->ctas);
     plan->workspace_bytes = fa_bwd_sm80_workspace_of(p, t).bytes;
     return NULL;
 }

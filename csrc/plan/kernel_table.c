@@ -420,7 +420,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .chooses = always_chooses},
     [FA_BWD_SM80] = {.name = "attn_bwd_sm80",
                      .files = FILES("attn_bwd_sm80.cu", "attn_bwd_sm80_products.cuh", "attn_bwd_sm80_weights.cuh",
-                                    "tile_sm80.cuh", BWD_SM80_FILES, TILE_ANY_FILES),
+                                    "tile_sm80.cuh", "task_order.cuh", BWD_SM80_FILES, TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_Q", "BLOCK_KV", "WARPS", "GROUPS", "BLOCKS", "CHUNK", "STAGES",
                                  "K_REGS", "V_REGS", "KEPT", "AHEAD", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
