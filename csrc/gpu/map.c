@@ -68,13 +68,9 @@ fa_status fa_cuda_map(const fa_cuda_call *call, const fa_view *t, int64_t num_ro
     const uint64_t bytes = of.data_type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2; /* of an element */
     kept_map *kept = place_of(&of);
     if (!is_same(&kept->of, &of)) {
-        /* L2 holds sectors of 32 bytes. If rows begin inside a sector, a promotion to 256 bytes costs 10 to 18% of a
-         * forward (head_dim 72, 88, 104, 120, length 4096, on an H100). If boxes of 64 bytes begin at odd multiples of
-         * 32, it costs 6%, and 9% with a causal mask (head_dim 80). Otherwise the promotion makes no difference. */
-        const uint64_t offsets =
-            (uintptr_t)of.base | of.size[0] * bytes | of.stride_bytes[0] | of.stride_bytes[1] | of.stride_bytes[2];
-        const uint64_t start = of.columns * bytes == 64 ? 64 : 32;
-        const int promotion = offsets % start ? CU_TENSOR_MAP_L2_PROMOTION_128B : CU_TENSOR_MAP_L2_PROMOTION_256B;
+        /* With 256 bytes the L2 fetches what lies beside a box, too. Short sequences then take up to 3% longer, and
+         * rows that begin inside a sector up to 18% (cuda/measurements/forward.md, "What TMA asks the L2 for"). */
+        const int promotion = CU_TENSOR_MAP_L2_PROMOTION_128B;
         const uint32_t boxes[4] = {of.columns, of.rows, of.heads, 1}, element_stride[4] = {1, 1, 1, 1};
         const int swizzle = of.columns * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
         kept->of.columns = 0; /* matches no description, in case the driver refuses */
