@@ -6,7 +6,7 @@
 #include "attn_fwd_output.cuh"
 #include "attn_fwd_repeats.cuh"
 
-/* A launch gives each thread the same number of registers, a multiple of 8. setmaxnreg shares out these, and a warpgroup
+/* A launch gives each thread the same number of registers, a multiple of 8. setmaxnreg shares out these. A warpgroup
  * that asks for more waits for ever. */
 constexpr int LAUNCH_REGS = (1 << 16) / (CTAS * THREADS) / 8 * 8;
 static_assert(PRODUCER_REGS + WGS * CONSUMER_REGS <= (WGS + 1) * LAUNCH_REGS, "a CTA has no more registers");
