@@ -26,6 +26,8 @@ static void end_here(u32 *turn) { ++*turn; }
 extern "C" {
 #include "emulate_cuda.h"
 }
+#include "hopper_problem.h"
+
 static void run_kernel(const void *p) { KERNEL(*(const params *)p); }
 
 struct problem {
@@ -35,36 +37,10 @@ struct problem {
     bool in_order, converts;
     int group_heads, pieces;
 };
-constexpr int WINDOW_LEFT = LOCAL ? 150 : -1, WINDOW_RIGHT = CAUSAL ? 0 : LOCAL ? 20 : -1;
 
-/* [rows, h, d] */
-struct tensor {
-    int rows, h, d;
-    std::vector<element> data;
-    emulated_map map;
-
-    tensor(int rows, int h, int d) : rows(rows), h(h), d(d), data((size_t)(rows * h * d), element{0x7fff}) {}
-    void draw() {
-        std::normal_distribution<float> normal;
-        for (element &x : data) x = cvt<element>(normal(random_bits));
-    }
-    element *row(int i, int head) { return &data[(size_t)((i * h + head) * d)]; }
-    double at(int i, int head, int column) { return cvt_f32(row(i, head)[column]); }
-    /* len: of each sequence, if they are not packed. */
-    void fill_map(fa_tensor_map &to, int len, int box_rows) {
-        const long row_bytes = 2L * h * d;
-        char *start = (char *)data.data();
-        if (VARLEN) /* tensor_map.h says why */
-            map = {start - rows * row_bytes, row_bytes, 2L * d, row_bytes, d, rows, h, rows + 1, box_rows};
-        else
-            map = {start, row_bytes, 2L * d, len * row_bytes, d, len, h, rows / len, box_rows};
-        const emulated_map *place = &map;
-        memcpy(to.words, &place, sizeof place);
-    }
-    fa_bwd_tensor view(int len) {
-        return {data.data(), VARLEN ? 0 : (long long)len * h * d, (long long)h * d, (long long)d};
-    }
-};
+static fa_bwd_tensor view(tensor &x, int len) {
+    return {x.data.data(), VARLEN ? 0 : (long long)len * x.h * x.d, (long long)x.h * x.d, (long long)x.d};
+}
 
 /* What the kernel shall compute, and what attn_bwd_prep leaves for it. */
 struct expected {
@@ -76,12 +52,12 @@ struct expected {
 /* Adds the share of one query row. `slab` and `place` are those of the row. Rows that see no key get zeros, as
  * attn_bwd_prep writes them where no key tile comes. */
 static void add_row(expected &e, tensor &q, tensor &k, tensor &v, tensor &dout, tensor &dq, int row, int head,
-                    int first_key, int begin, int end, size_t slab, int place) {
+                    int first_key, key_range keys, size_t slab, int place) {
     const int d = q.d, head_kv = head / (q.h / k.h);
     const double scale = 1 / sqrt(d);
     std::vector<double> p;
     double largest = -INFINITY, sum = 0, delta = 0;
-    for (int j = begin; j < end; j++) {
+    for (int j = keys.begin; j < keys.end; j++) {
         double x = 0;
         for (int c = 0; c < d; c++) x += q.at(row, head, c) * k.at(first_key + j, head_kv, c);
         p.push_back(x * scale), largest = fmax(largest, x * scale);
@@ -91,15 +67,15 @@ static void add_row(expected &e, tensor &q, tensor &k, tensor &v, tensor &dout, 
     std::vector<double> dp(p.size(), 0);
     for (size_t j = 0; j < p.size(); j++) {
         p[j] = exp(p[j] - lse);
-        for (int c = 0; c < d; c++) dp[j] += dout.at(row, head, c) * v.at(first_key + begin + (int)j, head_kv, c);
+        for (int c = 0; c < d; c++) dp[j] += dout.at(row, head, c) * v.at(first_key + keys.begin + (int)j, head_kv, c);
         delta += p[j] * dp[j]; /* dO . O */
     }
     for (size_t j = 0; j < p.size(); j++) {
-        const size_t key = (size_t)(((first_key + begin + (int)j) * k.h + head_kv) * d);
+        const size_t key = (size_t)(((first_key + keys.begin + (int)j) * k.h + head_kv) * d);
         const double ds = p[j] * (dp[j] - delta) * scale;
         for (int c = 0; c < d; c++) {
             e.dv[key + c] += p[j] * dout.at(row, head, c), e.dk[key + c] += ds * q.at(row, head, c);
-            e.dq[(size_t)((row * q.h + head) * d + c)] += ds * k.at(first_key + begin + (int)j, head_kv, c);
+            e.dq[(size_t)((row * q.h + head) * d + c)] += ds * k.at(first_key + keys.begin + (int)j, head_kv, c);
         }
     }
     float *stats = &e.stats[slab * 2 * BLOCK_Q + place / 16 * 16 + stat_place(place % 16)];
@@ -119,8 +95,7 @@ static double error_of(tensor &x, const std::vector<double> &right) {
 
 static void check(const problem &x) {
     const int b = (int)x.len_q.size(), group = x.h / x.h_kv, len_q = x.len_q[0], len_kv = x.len_kv[0];
-    std::vector<int> cu_q = {0}, cu_kv = {0};
-    for (int i = 0; i < b; i++) cu_q.push_back(cu_q[i] + x.len_q[i]), cu_kv.push_back(cu_kv[i] + x.len_kv[i]);
+    const std::vector<int> cu_q = offsets_of(x.len_q), cu_kv = offsets_of(x.len_kv);
     const int total_q = cu_q[b], total_kv = cu_kv[b];
     tensor q(total_q, x.h, x.d), dout = q, dq = q, k(total_kv, x.h_kv, x.d), v = k, dk = k, dv = k;
     for (tensor *t : {&q, &dout, &k, &v}) t->draw();
@@ -134,11 +109,9 @@ static void check(const problem &x) {
     for (int n = 0; n < b; n++)
         for (int head = 0; head < x.h; head++)
             for (int i = 0; i < x.len_q[n]; i++) {
-                const int at = i + x.len_kv[n] - x.len_q[n]; /* the key on the diagonal */
-                const int begin = WINDOW_LEFT < 0 ? 0 : max(at - WINDOW_LEFT, 0);
-                const int end = WINDOW_RIGHT < 0 ? x.len_kv[n] : min(at + WINDOW_RIGHT + 1, x.len_kv[n]);
+                const key_range keys = keys_of_row(i, x.len_q[n], x.len_kv[n]);
                 const int first = VARLEN ? head * num_slabs + cu_q[n] / BLOCK_Q + n : (n * x.h + head) * num_slabs;
-                add_row(e, q, k, v, dout, dq, cu_q[n] + i, head, cu_kv[n], begin, end, (size_t)(first + i / BLOCK_Q),
+                add_row(e, q, k, v, dout, dq, cu_q[n] + i, head, cu_kv[n], keys, (size_t)(first + i / BLOCK_Q),
                         i % BLOCK_Q);
             }
 
@@ -151,7 +124,7 @@ static void check(const problem &x) {
     q.fill_map(p.q, len_q, BLOCK_Q), dout.fill_map(p.dout, len_q, BLOCK_Q), dq.fill_map(p.dq_rows, len_q, 16);
     k.fill_map(p.k, len_kv, BLOCK_KV), v.fill_map(p.v, len_kv, BLOCK_KV);
     dk.fill_map(p.dk_tiles, len_kv, BLOCK_KV), dv.fill_map(p.dv_tiles, len_kv, BLOCK_KV);
-    p.dq = dq.view(len_q), p.dk = dk.view(len_kv), p.dv = dv.view(len_kv);
+    p.dq = view(dq, len_q), p.dk = view(dk, len_kv), p.dv = view(dv, len_kv);
     p.stats = e.stats.data(), p.dq_sums = sums.data(), p.turns = e.turns.data();
     p.kv_sums = kv_sums.data(), p.kv_turns = kv_turns.data(), p.tile_counter = &tile_counter;
     p.num_slabs = num_slabs, p.b = b, p.h = x.h, p.h_kv = x.h_kv, p.d = p.d_v = x.d;
@@ -172,9 +145,8 @@ static void check(const problem &x) {
     bool is_right = true;
     for (double error : errors) is_right &= error < most; /* false for NaN */
     if (is_right) return;
-    fprintf(stderr, "%s: errors of dq, dk, dv %g %g %g (late products %d, immediate copies %d, pace %u, slow %d %d)\n",
-            x.name, errors[0], errors[1], errors[2], manner.products_are_late, manner.copies_are_immediate,
-            manner.copy_pace, manner.slow_warp, manner.slow_group);
+    fprintf(stderr, "%s: errors of dq, dk, dv %g %g %g", x.name, errors[0], errors[1], errors[2]);
+    print_manner();
     exit(1);
 }
 
@@ -197,16 +169,8 @@ static const problem PROBLEMS[] = {
 #endif
 };
 
-int main() {
-    static const unsigned paces[] = {4, 100, 1500};
-    for (int n = 0; n < 3; n++)
-        for (const problem &x : PROBLEMS) {
-            const int slow =
-                (int)(random_bits() % 7) - 2; /* a warp of the first warpgroup, one of the others, or none */
-            manner = {n != 1, n == 2, paces[random_bits() % 3], slow >= 0 && slow < 4 ? slow : -1,
-                      slow < 0 ? slow + 3 : -1};
-            check(x);
-        }
+int main(int argc, char **argv) {
+    check_all(argc, argv, PROBLEMS, 4, 1, 2, check); /* slow: a warp that loads and writes, or one of the others */
     puts("all gradients are right");
     return 0;
 }

@@ -10,7 +10,7 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { MOST_THREADS = 512, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 228 << 10, MOST_COPIES = 2048 };
+enum { MOST_THREADS = 1024, MOST_CTAS = 16, STACK_BYTES = 256 << 10, SHARED_BYTES = 228 << 10, MOST_COPIES = 2048 };
 
 typedef struct {
     unsigned x, y, z;
@@ -230,6 +230,7 @@ static unsigned run_block(unsigned num_threads, unsigned shared_bytes) {
 
 /* CTAs [first, first + cluster_size) of a row of the grid. */
 static void run_cluster(unsigned first, unsigned num_threads, unsigned shared_bytes, bool backwards) {
+    memset(named_meetings, 0, sizeof named_meetings); /* A CTA may leave arrivals that no thread waits for. */
     for (unsigned rank = 0; rank < cluster_size; rank++) {
         memset(kept_memory[rank], 0xff, shared_bytes);
         for (unsigned t = 0; t < num_threads; t++) all_threads[rank][t].has_finished = false;

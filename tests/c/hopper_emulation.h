@@ -4,7 +4,7 @@
  * What the hardware may do at any time happens at random times here. A copy of TMA happens some time after its issue,
  * and until then its destination holds NaN. A product runs when it is issued, or only at the wait for it. A warp or a
  * warpgroup may be slow. So a missing wait gives wrong numbers, often but not always. Registers of A are read at the
- * issue. Fences are not emulated. */
+ * issue. The warps of a warpgroup must commit and wait for the same products. Fences are not emulated. */
 #ifndef HOPPER_EMULATION_H
 #define HOPPER_EMULATION_H
 
@@ -87,6 +87,11 @@ static void wait_mbarrier(u64 *barrier, u32 parity) {
     }
 }
 
+static bool mbarrier_test(u64 *barrier, u32 parity) {
+    maybe_run_copy();
+    return mbarrier_at(barrier).phase % 2 != parity;
+}
+
 /* In place of the functions of cuda_emulation.h, which are for a cluster whose data arrives at once. */
 #define mbarrier_init             init_mbarrier
 #define mbarrier_arrive_expect_tx announce
@@ -167,8 +172,20 @@ static void fence_proxy_async_global() {}
 /* ---- wgmma ------------------------------------------------------------------------------------------------------- */
 
 typedef std::vector<std::function<void()>> emulated_group;
-static std::vector<emulated_group> groups_of[512]; /* of a thread: products that were committed and have not run */
-static emulated_group open_group_of[512];
+static std::vector<emulated_group> groups_of[1024]; /* of a thread: products that were committed and have not run */
+static emulated_group open_group_of[1024];
+
+/* The warps of a warpgroup commit products and wait for them together. So all warps must take the same steps. */
+enum { COMMITS = -1 }; /* Other steps are the `pending` of a wait. */
+static void step_together(int step) {
+    static std::vector<int> steps_of_group[8];
+    static size_t num_steps_of_warp[32];
+    if (threadIdx.x % 32) return;
+    std::vector<int> &steps = steps_of_group[threadIdx.x / 128];
+    const size_t i = num_steps_of_warp[threadIdx.x / 32]++;
+    if (i == steps.size()) steps.push_back(step);
+    EXPECT(steps[i] == step);
+}
 
 static void add_product(const std::function<void()> &run) {
     if (manner.products_are_late)
@@ -178,12 +195,14 @@ static void add_product(const std::function<void()> &run) {
 }
 static void wgmma_fence() { asm volatile("" ::: "memory"); }
 static void wgmma_commit_group() {
+    step_together(COMMITS);
     groups_of[threadIdx.x].push_back(open_group_of[threadIdx.x]);
     open_group_of[threadIdx.x].clear();
 }
 template <class T, int N> static void pin(T (&d)[N]) { asm volatile("" ::"r"(&d) : "memory"); }
 static void pin(int &) {}
 static __attribute__((noinline)) void wait_groups(size_t pending) {
+    step_together((int)pending);
     stand_still();
     __syncwarp();
     std::vector<emulated_group> &groups = groups_of[threadIdx.x];
@@ -295,6 +314,26 @@ static float2 ld_shared_x2(const float *p) { return {p[0], p[1]}; }
 static void *__cvta_shared_to_generic(u32 address) { return memory + address; }
 static void __trap() { abort(); }
 static void __threadfence() {}
+static void __threadfence_block() {}
+static unsigned atomicInc(unsigned *place, unsigned last) { return atom_inc_acq_rel(place, last); }
+static unsigned __reduce_or_sync(unsigned, unsigned x) {
+    const char *all = emulated_exchange(&x, sizeof x);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; lane++) memcpy(&x, all + 64 * lane, sizeof x), bits |= x;
+    return bits;
+}
+#define __log2f log2f /* glibc declares this name. */
+static int __float_as_int(float x) { return (int)fa_bits_of(x); }
+static float max_nan(float x, float y) { return x != x || y != y ? NAN : fmaxf(x, y); }
+static int max_of_bits(int x, float y0, float y1, float y2, float y3) {
+    for (float y : {y0, y1, y2, y3}) x = max(x, __float_as_int(y));
+    return x;
+}
+template <class T> static u32 zeros_x2(u32 x, u32 c) {
+    float a[2], b[2];
+    unpack_x2<T>(x, a[0], a[1]), unpack_x2<T>(c, b[0], b[1]);
+    return cvt_x2<T>(a[0] * 0 + b[0], a[1] * 0 + b[1]);
+}
 static float __uint_as_float(u32 x) { return fa_f32_of_bits(x); }
 template <class T> static T __ldcg(const T *place) { return *place; }
 template <class T> static T __ldg(const T *place) { return *place; }

@@ -105,7 +105,6 @@ MODS = """
 #define FLEX_DERIVATIVE 1
 #define FLEX_PARTS 0
 #define FLEX_HIDDEN 0
-#define FLEX_MAX 0
 #define FLEX_BLOCKS 1
 #define FLEX_ADDS (!FLEX_FACTOR)
 #define FLEX_HEAD_VALUES FLEX_ADDS
@@ -117,11 +116,13 @@ DEVICE float flex_score(const flex_values &, float x, INDICES) {
     return x * flex_factor(i, j) - 0.01f * (float)((i + 3 * j + h + b) % 50);
 }
 DEVICE void flex_head_values(const flex_values &, float *values, int b, int h) { values[0] = (float)(h + b); }
+#ifdef BLOCK_Q /* the backward */
 DEVICE float flex_exponent(const flex_values &x, const float *values, float start, INDICES, int i_step, int j_step) {
     const bool is_of_thread = (i - i_step) % 2 == 0 && i_step < BLOCK_Q && (j - j_step) % 16 < 8;
     if (!is_of_thread || values[0] != (float)(h + b)) return NAN;
     return start + 1.44269504f * flex_score(x, 0, b, h, i, j);
 }
+#endif
 DEVICE bool flex_mask(const flex_values &, INDICES) { return (i * 7 + j * 3 + h + b) % 5 != 0; }
 DEVICE float flex_derivative(const flex_values &, flex_sums &, float, float grad, INDICES) {
     return grad * flex_factor(i, j);
@@ -145,28 +146,57 @@ def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tm
     compile_emulation(tmp_path / "engine.o")
     compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", tmp_path]
     for factor, is_finite in ((0, 0), (0, 1), (1, 0)):
-        options = ["-DFLEX=1", f"-DFLEX_FACTOR={factor}", f"-DFLEX_IS_FINITE={is_finite}"]
+        options = ["-DFLEX=1", "-DFLEX_MAX=0", f"-DFLEX_FACTOR={factor}", f"-DFLEX_IS_FINITE={is_finite}"]
         mods = [*options, c / "check_bwd_mods.cpp", tmp_path / "engine.o", "-rdynamic"]
         run(*compiler, *constants, *mods, "-o", tmp_path / "check_bwd_mods")
         assert "as they should be" in run(tmp_path / "check_bwd_mods")
 
 
+def emulated_on_hopper(program, kernel, tmp_path, *more):
+    """Compiles a program of tests/c with the constants of a kernel's row of tiles.def, and runs it. `more` replaces
+    constants. The whole kernel runs on emulated threads, TMA, mbarriers and wgmma (tests/c/hopper_emulation.h). By hand
+    the program takes a seed and a number of rounds, too."""
+    kernels = {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels()}
+    _, options = flash_attn_2_cuda.cuda_kernel_source(*kernels[kernel])
+    given = [x.split("=")[0] for x in more]
+    constants = [x for x in options if x.startswith("-D") and x.split("=")[0] not in given]
+    c = ROOT / "tests" / "c"
+    compile_emulation(tmp_path / "engine.o")
+    compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", c]
+    memory = [f"-Wl,--defsym={name}=memory+1024" for name in ("smem", "smem_bytes")]
+    files = [c / f"{program}.cpp", tmp_path / "engine.o", "-rdynamic", *memory, "-o", tmp_path / program]
+    run(*compiler, "-I", tmp_path, *constants, *more, *files)
+    return run(tmp_path / program)
+
+
 # Rows of 64 columns walk in bursts without options. The others have the steps of kernels with options, without these.
-EMULATED_ROWS = [
+EMULATED_BACKWARDS = [
     "bf16_d64_q128kv128_causal", "fp16_d64_q128kv128", "bf16_d64_q128kv128_local_varlen",
     "fp16_d64_q128kv128_causal_varlen", "bf16_d128_q64kv128_causal"
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", EMULATED_ROWS)
+@pytest.mark.parametrize("row", EMULATED_BACKWARDS)
 def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
-    """The whole kernel runs on emulated threads, TMA, mbarriers and wgmma (tests/c/hopper_emulation.h)."""
-    kernels = {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels()}
-    _, options = flash_attn_2_cuda.cuda_kernel_source(*kernels[f"attn_bwd_sm90_{row}"])
-    constants = [option for option in options if option.startswith("-D")]
-    c = ROOT / "tests" / "c"
-    compile_emulation(tmp_path / "engine.o")
-    compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", c]
-    program = [c / "check_bwd_sm90.cpp", tmp_path / "engine.o", "-rdynamic", "-Wl,--defsym=smem=memory+1024"]
-    run(*compiler, *constants, *program, "-o", tmp_path / "check_bwd_sm90")
-    assert "all gradients are right" in run(tmp_path / "check_bwd_sm90")
+    assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", f"attn_bwd_sm90_{row}", tmp_path)
+
+
+# O leaves from the place of Q, from a place of its own, or without shared memory. There are one to four warpgroups, two
+# CTAs on an SM, every mask, and packed sequences.
+EMULATED_FORWARDS = [
+    "bf16_d64_q192kv128_causal_varlen", "fp16_d64_q192kv128", "bf16_d64_q64kv64_local_varlen", "fp16_d64_q256kv64",
+    "bf16_d128_q128kv128", "bf16_d128_q128kv64_local", "bf16_d256_q128kv64_causal"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", EMULATED_FORWARDS)
+def test_rows_of_the_emulated_forward_on_hopper(row, tmp_path):
+    assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path)
+
+
+def test_rows_of_the_emulated_forward_with_mods_on_hopper(tmp_path):
+    (tmp_path / "flex_mods.cuh").write_text(MODS)
+    mods = ["-DFLEX=1", "-DFLEX_FACTOR=1", "-DFLEX_MAX=1"]
+    assert "all rows are right" in emulated_on_hopper(
+        "check_fwd_sm90", "attn_fwd_sm90_bf16_d128_q128kv128", tmp_path, *mods
+    )

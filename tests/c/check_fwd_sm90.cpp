@@ -1,0 +1,283 @@
+/* Tests attn_fwd_sm90 (csrc/cuda/attn_fwd_sm90.cu): O, lse and the largest scores against sums in double, with masks,
+ * grouped heads, packed sequences, sinks, lists of key tiles, and work tiles that fail and are repeated.
+ *
+ * All threads of a CTA run the kernel's own code (cuda_emulation.h, hopper_emulation.h). CTAs run one after the other,
+ * so nothing between CTAs is tested but the counter of work tiles. Each problem runs in three manners. In each manner
+ * some warp or warpgroup may be slow, and so may be copies.
+ *
+ * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def of 64, 128 or 256 columns, and with mods.
+ * Rows with options run, too, but without softcap, ALiBi or a pair that is dropped. The linker places `smem_bytes`, the
+ * kernel's shared memory, 1024 bytes behind `memory`. */
+#include "hopper_emulation.h"
+
+#include <algorithm>
+
+#include "cuda/attn_fwd_sm90.cu"
+
+extern "C" {
+#include "emulate_cuda.h"
+}
+#include "hopper_problem.h"
+
+static_assert(!CACHE, "what is emulated");
+#if !FLEX
+#define FLEX_SCORE 0
+#endif
+static void run_kernel(const void *p) { KERNEL(*(const params *)p); }
+
+/* What the values are. */
+enum values {
+    NORMAL,
+    LARGE,        /* Scores rise above the row maximum of the first key tile, beyond the range of P. */
+    HUGE_SCORES,  /* Exact scores, of which c S - c m says nothing. They fail. */
+    NANS,         /* In V. Rows that do not see the key must not take the NaN. */
+    INFINITIES,   /* in V */
+    EMPTY_BLOCKS, /* No query sees a key. */
+};
+struct problem {
+    const char *name;
+    std::vector<int> len_q, len_kv;
+    int h, h_kv, d;
+    int ctas;
+    bool is_dynamic, has_sinks; /* is_dynamic: work tiles come from the counter */
+    values kind;
+};
+
+static void draw_values(const problem &x, tensor &q, tensor &k, tensor &v) {
+    for (tensor *t : {&q, &k}) {
+        t->draw(x.kind == LARGE ? 30 : 1);
+        /* Products of integers are exact, so that no score that is a small difference carries their rounding. */
+        for (element &y : t->data) y = x.kind == LARGE ? cvt<element>(roundf(cvt_f32(y))) : y;
+    }
+    v.draw();
+    if (x.kind == HUGE_SCORES) {
+        /* Products of small integers are exact. But c m is rounded, so P becomes 0 or inf. Without a check of m nobody
+         * would notice the zeros. A third of the rows stays below the limit. */
+        for (int i = 0; i < q.rows * q.h; i++) {
+            const int factor = 8 + (i / q.h / 16 + 3 * (i % q.h)) % 8;
+            std::fill_n(&q.data[(size_t)(i * q.d)], q.d, cvt<element>(i % 3 ? 4096.f * (float)factor : 0.5f));
+        }
+        for (int i = 0; i < k.rows * k.h; i++)
+            std::fill_n(&k.data[(size_t)(i * k.d)], k.d, cvt<element>(8192.f * (float)((int)(random_bits() % 9) - 4)));
+    }
+    const unsigned infinity = BF16 ? 0x7f80 : 0x7c00;
+    for (int i = 0; i < v.rows; i++)
+        if ((x.kind == NANS || x.kind == INFINITIES) && random_bits() % 40 == 0)
+            for (int head = 0; head < v.h; head++)
+                v.row(i, head)[random_bits() % (unsigned)v.d] = {(u16)(x.kind == NANS ? 0x7fff : infinity)};
+}
+
+#if FLEX
+/* Block masks of the heads, the lists of key tiles, and rows of the scores' maximum and shift. */
+struct flex_tensors {
+    int rows, columns; /* of blocks */
+    std::vector<unsigned char> kinds;
+    std::vector<int> walks, order;
+    std::vector<float> largest, shifts;
+
+    int kind_at(int head, int i, int j) const { return kinds[(size_t)((head * rows + i / 128) * columns + j / 128)]; }
+    int kind_of_tiles(int head, int q_tile, int kv_tile, int len_q, int len_kv) const {
+        unsigned seen = 0;
+        for (int i = q_tile * BLOCK_Q; i < min((q_tile + 1) * BLOCK_Q, len_q); i++)
+            for (int j = kv_tile * BLOCK_KV; j < min((kv_tile + 1) * BLOCK_KV, len_kv); j++)
+                seen |= 1u << kind_at(head, i, j);
+        return seen & (seen - 1) ? MIXED_BLOCKS : __ffs(seen) - 1;
+    }
+    /* As flex_walks.cu fills them. */
+    void make_lists(int head, int len_q, int len_kv) {
+        const int q_tiles = ceil_div(len_q, BLOCK_Q), kv_tiles = ceil_div(len_kv, BLOCK_KV);
+        std::vector<std::pair<int, int>> tiles; /* long lists first */
+        for (int i = 0; i < q_tiles; i++) {
+            std::vector<int> walk((size_t)(1 + kv_tiles), -99);
+            walk[0] = 0;
+            for (int j = kv_tiles - 1; j >= 0; j--) {
+                const int kind = kind_of_tiles(head, i, j, len_q, len_kv);
+                if (kind != EMPTY_BLOCK) walk[(size_t)++walk[0]] = 4 * j + kind;
+            }
+            tiles.push_back({-walk[0], i});
+            walks.insert(walks.end(), walk.begin(), walk.end());
+        }
+        std::sort(tiles.begin(), tiles.end());
+        for (const auto &tile : tiles) order.push_back(tile.second);
+    }
+    flex_tensors(const problem &x, params &p) : rows(ceil_div(p.len_q, 128)), columns(ceil_div(p.len_kv, 128)) {
+        const unsigned chance = x.kind == EMPTY_BLOCKS ? 0 : 1 + random_bits() % 4;
+        for (int i = 0; i < x.h * rows; i++) {
+            const bool is_empty = random_bits() % 4 == 0;
+            for (int j = 0; j < columns; j++)
+                kinds.push_back(is_empty || random_bits() % 4 >= chance ? EMPTY_BLOCK
+                                : random_bits() % 2                     ? PARTIAL_BLOCK
+                                                                        : FULL_BLOCK);
+        }
+        for (int head = 0; head < x.h; head++) make_lists(head, p.len_q, p.len_kv);
+        largest.assign((size_t)(p.b * x.h * p.len_q), 12345);
+        for (size_t i = 0; i < largest.size(); i++) shifts.push_back((float)(random_bits() % 5) - 2);
+        p.flex.kinds = kinds.data(), p.flex.mask_b = 1, p.flex.mask_h = x.h, p.flex.rows = rows;
+        p.flex.columns = columns, p.flex.block_q = p.flex.block_kv = 128;
+        p.flex.walks = walks.data(), p.flex.order = order.data();
+        p.flex.max_scores = {largest.data(), x.h * p.len_q, p.len_q};
+        if (x.has_sinks) p.sinks.shift = {shifts.data(), x.h * p.len_q, p.len_q, 1};
+    }
+};
+#endif
+
+/* A row of O and its lse, as they should be. */
+struct row_of_o {
+    std::vector<double> o;
+    double lse, largest;
+};
+/* scores: of the keys that the row sees. sink: -inf if there is none. */
+static row_of_o row_of(const std::vector<double> &scores, const std::vector<int> &keys, tensor &v, int head_kv,
+                       double sink, double empty_lse) {
+    row_of_o x = {std::vector<double>((size_t)v.d), sink, -INFINITY};
+    for (double s : scores) x.largest = fmax(x.largest, s);
+    double sum = 0;
+    for (double s : scores) sum += exp(s - x.largest);
+    const double own = x.largest + log(sum), most = fmax(own, sink);
+    if (!scores.empty()) x.lse = most + log(exp(own - most) + exp(sink - most));
+    if (scores.empty() && sink == -INFINITY) x.lse = empty_lse;
+    for (size_t j = 0; j < scores.size(); j++) {
+        const double prob = exp(scores[j] - x.lse);
+        for (int c = 0; c < v.d; c++) x.o[(size_t)c] += prob * v.at(keys[j], head_kv, c);
+    }
+    return x;
+}
+
+/* How far results are from what they should be. */
+struct difference {
+    double off = 0, all = 0, lse = 0;
+    long num_wrong = 0; /* lse, largest scores, and numbers that are finite where they should not be or vice versa */
+
+    void add(const row_of_o &right, tensor &o, int row, int head, double lse_of_row) {
+        const double error = lse_of_row == right.lse ? 0 : fabs(lse_of_row - right.lse) / (1 + fabs(right.lse));
+        lse = fmax(lse, error), num_wrong += !(error < 2e-5);
+        for (int c = 0; c < o.d; c++) {
+            const double y = right.o[(size_t)c], z = o.at(row, head, c);
+            if (std::isfinite(y))
+                num_wrong += !std::isfinite(z), off += (y - z) * (y - z), all += y * y;
+            else
+                num_wrong += std::isnan(y) ? !std::isnan(z) : y != z;
+        }
+    }
+    void add_largest(double right, double mine) {
+        num_wrong += !(mine == right || fabs(mine - right) < 1e-3 * (1 + fabs(right)));
+    }
+    double error() const { return all > 0 ? sqrt(off / all) : sqrt(off); }
+};
+
+static void check(const problem &x) {
+    const int b = (int)x.len_q.size(), group = x.h / x.h_kv, len_q = x.len_q[0], len_kv = x.len_kv[0];
+    const std::vector<int> cu_q = offsets_of(x.len_q), cu_kv = offsets_of(x.len_kv);
+    const int total_q = cu_q[b], total_kv = cu_kv[b];
+    tensor q(total_q, x.h, x.d), o = q, k(total_kv, x.h_kv, x.d), v = k;
+    draw_values(x, q, k, v);
+    std::vector<float> sinks;
+    for (int i = 0; i < x.h; i++) sinks.push_back(x.has_sinks ? (float)(random_bits() % 9) : -INFINITY);
+    constexpr int GUARD = 64; /* elements that nobody may write */
+    constexpr float UNTOUCHED = 12345;
+    std::vector<float> lse((size_t)(total_q * x.h) + 2 * GUARD, UNTOUCHED);
+    o.data.resize(o.data.size() + GUARD, element{0x7fff});
+
+    params p = {};
+    q.fill_map(p.q, len_q, BLOCK_Q), o.fill_map(p.o, len_q, 16);
+    k.fill_map(p.k, len_kv, BLOCK_KV), v.fill_map(p.v, len_kv, BLOCK_KV);
+    p.lse = lse.data() + GUARD;
+    p.lse_stride_b = VARLEN ? 0 : (long long)x.h * len_q, p.lse_stride_h = VARLEN ? total_q : len_q;
+    p.o_data = o.data.data();
+    p.o_stride_b = VARLEN ? 0 : (long long)len_q * x.h * x.d, p.o_stride_row = x.h * x.d, p.o_stride_h = x.d;
+    p.b = b, p.h = x.h, p.heads_per_kv = group, p.d_v = x.d;
+    p.len_q = VARLEN ? total_q : len_q, p.len_kv = VARLEN ? total_kv : len_kv;
+    p.cu_seqlens_q = cu_q.data(), p.cu_seqlens_k = cu_kv.data();
+    p.num_q_tiles = ceil_div(len_q, BLOCK_Q), p.num_tiles = p.num_q_tiles * b * x.h;
+    p.group_heads = 1 + (int)(random_bits() % (unsigned)x.h);
+    p.counter_slot = x.is_dynamic ? 3 : -1;
+    const float scale = 1 / sqrtf((float)x.d);
+    p.score_scale = scale, p.scale_log2 = (SCORE || FLEX_SCORE ? 1 : scale) * (float)LOG2_E;
+    p.window_left = WINDOW_LEFT, p.window_right = WINDOW_RIGHT, p.keep_max = 255, p.keep_scale = 1;
+    p.empty_lse = FLEX ? -INFINITY : INFINITY;
+    static unsigned long long rng_state[2] = {5, 7};
+    p.rng_state = rng_state;
+    if (x.has_sinks) p.sinks.values = {sinks.data(), 1, FA_SINKS_OF_F32};
+#if FLEX
+    const flex_tensors flex(x, p);
+#endif
+    const emulated_shape shape = {(unsigned)x.ctas, 1, 1, 1, THREADS, 1024 + (unsigned)sizeof(shared_memory)};
+    emulate_launch(run_kernel, &p, &shape);
+    EXPECT(copies.empty());
+    EXPECT(tile_counters[3] == 0);
+    for (int i = 0; i < GUARD; i++) {
+        EXPECT(lse[(size_t)i] == UNTOUCHED && lse[lse.size() - 1 - (size_t)i] == UNTOUCHED);
+        EXPECT(o.data[o.data.size() - 1 - (size_t)i].bits == 0x7fff);
+    }
+
+    difference all;
+    for (int n = 0; n < b; n++)
+        for (int head = 0; head < x.h; head++)
+            for (int i = 0; i < x.len_q[n]; i++) {
+                const key_range seen = keys_of_row(i, x.len_q[n], x.len_kv[n]);
+                const int head_kv = head / group, row = cu_q[n] + i, place = (n * x.h + head) * len_q + i;
+                std::vector<double> scores;
+                std::vector<int> keys;
+                for (int j = seen.begin; j < seen.end; j++) {
+                    double s = 0;
+#if FLEX
+                    const int kind = flex.kind_at(head, i, j);
+                    if (kind == EMPTY_BLOCK || (kind == PARTIAL_BLOCK && !flex_mask(p.values, n, head, i, j))) continue;
+#endif
+                    for (int c = 0; c < x.d; c++) s += q.at(row, head, c) * k.at(cu_kv[n] + j, head_kv, c);
+                    s *= scale;
+#if FLEX_SCORE
+                    s = flex_score(p.values, (float)s, n, head, i, j);
+#endif
+                    scores.push_back(s), keys.push_back(cu_kv[n] + j);
+                }
+                double sink = sinks[head];
+#if FLEX
+                if (x.has_sinks) sink -= flex.shifts[place];
+#endif
+                const row_of_o right = row_of(scores, keys, v, head_kv, sink, p.empty_lse);
+#if FLEX
+                all.add_largest(right.largest, flex.largest[(size_t)place]);
+#endif
+                all.add(right, o, row, head, p.lse[VARLEN ? head * total_q + row : place]);
+            }
+    if (all.num_wrong == 0 && all.error() < (BF16 ? 4e-3 : 6e-4)) return;
+    fprintf(stderr, "%s: error of O %g, of lse %g, wrong numbers %ld", x.name, all.error(), all.lse, all.num_wrong);
+    print_manner();
+    exit(1);
+}
+
+static const problem PROBLEMS[] = {
+#if VARLEN
+    {"packed", {130, 0, 1, 300, 129}, {130, 7, 0, 257, 300}, 2, 1, D_QK, 1, true, false, NORMAL},
+    {"packed, sinks", {1, 1, 0, 0, 64, 1}, {1, 129, 5, 0, 200, 0}, 2, 2, D_QK, 2, true, true, NORMAL},
+    {"packed, NaN", {200, 1, 77}, {256, 9, 257}, 1, 1, D_QK, 2, false, false, NANS},
+    {"packed, nothing seen", {3, 0, 70}, {0, 9, 0}, 2, 1, D_QK, 1, true, false, NORMAL},
+    {"packed, more CTAs than tiles", {3, 0, 70}, {10, 9, 3}, 1, 1, D_QK, 5, true, true, NORMAL},
+    {"packed, large scores", {130, 0, 60}, {140, 9, 33}, 2, 1, D_QK, 1, true, false, LARGE},
+#else
+    {"300", {300}, {300}, 2, 2, D_QK, 1, false, false, NORMAL},
+    {"129 x 385", {129, 129}, {385, 385}, 2, 1, D_QK - 16, 2, true, true, NORMAL},
+    {"385 x 129", {385}, {129}, 2, 2, D_QK - 24, 1, true, false, NORMAL},
+    {"1 x 1", {1, 1, 1, 1}, {1, 1, 1, 1}, 2, 1, D_QK, 1, true, true, NORMAL},
+    {"700 x 3", {700}, {3}, 2, 2, D_QK, 1, true, false, NORMAL},
+    {"NaN", {300}, {310}, 2, 1, D_QK, 1, true, true, NANS},
+    {"infinities", {300}, {310}, 2, 1, D_QK, 2, false, false, INFINITIES},
+    {"large scores", {200}, {200}, 3, 1, D_QK, 1, true, true, LARGE},
+    {"huge scores", {65, 65}, {200, 200}, 3, 1, D_QK, 2, true, true, HUGE_SCORES},
+    {"more CTAs than tiles", {50}, {200}, 2, 1, D_QK, 4, false, true, NORMAL},
+    {"one key tile", {65, 65, 65}, {40, 40, 40}, 3, 1, D_QK, 1, true, false, NORMAL},
+#if FLEX
+    {"empty blocks", {260}, {300}, 2, 2, D_QK, 1, true, true, EMPTY_BLOCKS},
+    {"long lists", {520}, {700}, 4, 2, D_QK, 2, true, false, NORMAL},
+#else
+    {"260 x 0", {260}, {0}, 2, 2, D_QK, 1, true, true, NORMAL},
+#endif
+#endif
+};
+
+int main(int argc, char **argv) {
+    check_all(argc, argv, PROBLEMS, 8, 0, 1 + WGS, check); /* slow: a warp that loads or computes, or any warpgroup */
+    puts("all rows are right");
+    return 0;
+}

@@ -1,0 +1,76 @@
+/* What check_fwd_sm90.cpp and check_bwd_sm90.cpp share: tensors, masks, and the manners of hopper_emulation.h. This is
+ * included behind the kernel's text. */
+#ifndef HOPPER_PROBLEM_H
+#define HOPPER_PROBLEM_H
+
+/* Where each sequence begins among the rows, and the end. */
+static std::vector<int> offsets_of(const std::vector<int> &lengths) {
+    std::vector<int> offsets = {0};
+    for (int len : lengths) offsets.push_back(offsets.back() + len);
+    return offsets;
+}
+
+/* [rows, h, d] */
+struct tensor {
+    int rows, h, d;
+    std::vector<element> data;
+    emulated_map map;
+
+    tensor(int rows, int h, int d) : rows(rows), h(h), d(d), data((size_t)(rows * h * d), element{0x7fff}) {}
+    void draw(float scale = 1) {
+        std::normal_distribution<float> normal;
+        for (element &x : data) x = cvt<element>(scale * normal(random_bits));
+    }
+    element *row(int i, int head) { return &data[(size_t)((i * h + head) * d)]; }
+    double at(int i, int head, int column) { return cvt_f32(row(i, head)[column]); }
+    /* len: of each sequence, if they are not packed. */
+    void fill_map(fa_tensor_map &to, int len, int box_rows) {
+        const long row_bytes = 2L * h * d;
+        char *start = (char *)data.data();
+        if (VARLEN) /* tensor_map.h says why */
+            map = {start - rows * row_bytes, row_bytes, 2L * d, row_bytes, d, rows, h, rows + 1, box_rows};
+        else
+            map = {start, row_bytes, 2L * d, len * row_bytes, d, len, h, len ? rows / len : 0, box_rows};
+        const emulated_map *place = &map;
+        memcpy(to.words, &place, sizeof place);
+    }
+};
+
+/* The keys that query row i of a sequence sees. */
+constexpr int WINDOW_LEFT = LOCAL ? 150 : -1, WINDOW_RIGHT = CAUSAL ? 0 : LOCAL ? 20 : -1;
+struct key_range {
+    int begin, end;
+};
+static key_range keys_of_row(int i, int len_q, int len_kv) {
+    const int at = i + len_kv - len_q; /* the key on the diagonal */
+    return {WINDOW_LEFT < 0 ? 0 : max(at - WINDOW_LEFT, 0),
+            WINDOW_RIGHT < 0 ? len_kv : min(at + WINDOW_RIGHT + 1, len_kv)};
+}
+
+/* Draws the manner of a problem in round n. Slow is one of the first num_warps warps, one of num_groups warpgroups from
+ * first_group on, or none. */
+static void draw_manner(int n, int num_warps, int first_group, int num_groups) {
+    static const unsigned paces[] = {4, 100, 1500};
+    const int slow = (int)(random_bits() % (unsigned)(num_groups + num_warps + 1)) - num_groups;
+    manner = {n % 3 != 1, n % 3 == 2, paces[random_bits() % 3], slow >= 0 && slow < num_warps ? slow : -1,
+              slow < 0 ? first_group + num_groups + slow : -1};
+}
+static void print_manner() {
+    fprintf(stderr, " (late products %d, immediate copies %d, pace %u, slow warp %d, slow warpgroup %d)\n",
+            manner.products_are_late, manner.copies_are_immediate, manner.copy_pace, manner.slow_warp,
+            manner.slow_group);
+}
+
+/* Runs each problem in each round: `check_... [SEED [ROUNDS]]`. */
+template <int N, class problem>
+static void check_all(int argc, char **argv, const problem (&problems)[N], int num_warps, int first_group,
+                      int num_groups, void (*check)(const problem &)) {
+    if (argc > 1) random_bits.seed((unsigned)atoi(argv[1]));
+    for (int n = 0; n < (argc > 2 ? atoi(argv[2]) : 3); n++)
+        for (const problem &x : problems) {
+            draw_manner(n, num_warps, first_group, num_groups);
+            check(x);
+        }
+}
+
+#endif
