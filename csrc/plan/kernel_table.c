@@ -133,8 +133,8 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 #define Q_REGS_1 "r"
 
 static const fa_row fwd_sm80_rows[] = {
-/* The struct shared_memory of attn_fwd_sm80.cu. Q has a place of its own, or comes to registers through that of V. P
- * has a place where warps share rows. Rows are padded, unless warps share rows and there are two stages. */
+/* The struct shared_memory of attn_fwd_sm80_tiles.cuh. Q has a place of its own, or comes to registers through that of
+ * V. P has a place where warps share rows. Rows are padded, unless warps share rows and there are two stages. */
 #define SHARED(d, rows, kv, stages, q_regs, split)                                           \
     ((split) > 1 && (stages) == 2 ? 2 * (d) * (4 * (kv) + (rows)) + (rows) * (16 + 2 * (kv)) \
                                   : PADDED_SHARED(d, rows, kv, stages, q_regs, split))
@@ -410,8 +410,9 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
     [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
-                     .files = FILES("attn_fwd_sm80.cu", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh", "sinks.cuh",
-                                    "task_order.cuh", TILE_ANY_FILES),
+                     .files = FILES("attn_fwd_sm80.cu", "attn_fwd_sm80_tiles.cuh", "attn_fwd_sm80_products.cuh",
+                                    "attn_fwd_sm80_softmax.cuh", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh",
+                                    "sinks.cuh", "task_order.cuh", TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS", "LANE_REGS",
                                  "LATE", "AHEAD", "SHORT_ENDS", "CTAS"},
                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
