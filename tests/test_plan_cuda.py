@@ -120,6 +120,7 @@ int main() {
                     const task_place x = place_of_task(task, tiles, heads, group);
                     if (x.head < 0 || x.head >= heads || x.tile < 0 || x.tile >= tiles || seen[x.head][x.tile]++)
                         return printf("%d tiles of %d heads, %d together: task %d", tiles, heads, group, task), 1;
+                    if (task_in_order(task, tiles, heads, group) != x.head * tiles + x.tile) return puts("number"), 1;
                     /* The next tile is longer only where the next heads begin. */
                     if (task && x.tile < last.tile && (x.tile != 0 || x.head <= last.head)) return puts("order"), 1;
                     last = x;

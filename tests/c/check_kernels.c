@@ -660,7 +660,7 @@ static void test_16_bytes(void **state) {
     const uint64_t first = 7000, num_seeds = getenv("ALL_SEEDS") ? 200 : 20;
     bool good = has_16_bytes = true;
 #if defined(CHECK_CUDA)
-    num_sm80[FA_FWD] = num_sm80[FA_BWD] = 0;
+    num_sm80[FA_FWD] = num_sm80[FA_BWD] = num_together[FA_FWD] = num_together[FA_BWD] = 0;
 #endif
     for (uint64_t seed = first; seed < first + num_seeds; seed++) {
         const fa_dtype dtype = seed % 3 ? FA_BF16 : FA_F16;
@@ -675,6 +675,7 @@ static void test_16_bytes(void **state) {
 #if defined(CHECK_CUDA)
     /* two in five forwards read caches */
     assert_true(num_sm80[FA_FWD] > (int)num_seeds / 2 && num_sm80[FA_BWD] > (int)num_seeds);
+    assert_true(num_together[FA_FWD] > 0 && num_together[FA_BWD] > 0);
 #endif
 }
 

@@ -162,7 +162,8 @@ static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     run->call = (fa_cuda_call){&run->problem, &run->plan, false, workspace, &gpu, &driver, NULL};
 }
 
-static int num_sm80[2]; /* problems that attn_fwd_sm80 and attn_bwd_sm80 have served */
+/* Problems that attn_fwd_sm80 and attn_bwd_sm80 have served, and how many of these walk some heads together. */
+static int num_sm80[2], num_together[2];
 
 static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     cuda_run run;
@@ -173,6 +174,7 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
                                        : is_sm80         ? fa_cuda_bwd_sm80
                                                          : fa_cuda_bwd_any;
     num_sm80[p->pass] += is_sm80;
+    num_together[p->pass] += is_sm80 && run.plan.gpu.group_heads > 1;
     if (launcher(&run.call, &err)) fail_msg("%s", err.text);
 }
 
