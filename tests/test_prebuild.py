@@ -13,7 +13,7 @@ from flash_attn import flash_attn_with_kvcache, prebuild_call
 from flash_attn._variants import choose
 
 NAME = re.compile(
-    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+"
+    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+"
     r"(_causal|_local)?(_varlen)?(_score)?(_cache)?(_dropout)?(_alibi)?"
 )
 DTYPES = ("bf16", "fp16")
@@ -49,7 +49,10 @@ def test_every_kernel_has_a_name_and_a_row():
               for s in (None, "_score") for c in (None, "_cache") for d in (None, "_dropout")]  # fmt: skip
     options = [o for o in of_fwd if not o[3]]
     alone = [(*o[:5], "_alibi") for o in options if not (o[2] or o[4])]
-    fwd = {("fwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128", "192", "256") for o in of_fwd}
+    wanted = ("64", "80", "96", "112", "128", "192", "256")
+    fwd = {("fwd", t, d, None, *o) for t in DTYPES for d in wanted for o in of_fwd}
+    fwd |= {("fwd", t, "160", None, *o) for t in DTYPES for o in of_fwd if not o[3]}
+    fwd |= {("fwd", t, d, None, *o) for t in DTYPES for d in ("32", "48") for o in of_fwd if not (o[3] or o[4])}
     bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128") for o in options + alone}
     wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("160", "192", "256") for o in options}
     plain = [o for o in options if not o[4]]  # v of another width is never dropped

@@ -14,18 +14,22 @@ static_assert(PRODUCER_REGS + WGS * CONSUMER_REGS <= (WGS + 1) * LAUNCH_REGS, "a
 /* S = Q K^T for the 64 rows of a warpgroup. T is `element`. wgmma contracts 32 bytes at a time. */
 template <class T> DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
     constexpr u32 high = matrix_descriptor_high(ROW_BYTES), step = matrix_descriptor_bytes(32);
-    constexpr bool BY_4 = T::BYTES == 2 && ROW_BYTES == 128; /* A chunk of columns is four products. */
+    constexpr bool BY_4 = T::BYTES == 2 && ROW_BYTES == 128; /* A whole chunk of columns is four products. */
+    constexpr int IN_CHUNKS = BY_4 ? D_QK / CHUNK * CHUNK : 0, CONTRACTED = 32 / T::BYTES;
+    const auto matrix_at = [](int k, int rows) {
+        return matrix_descriptor_bytes(k / CHUNK * rows * ROW_BYTES + k % CHUNK * T::BYTES);
+    };
     wgmma_fence();
+    if constexpr (BY_4) {
 #pragma unroll
-    for (int k = 0; k < D_QK; k += BY_4 ? CHUNK : 32 / element::BYTES) {
-        const int chunk = k / CHUNK, in_chunk = k % CHUNK * element::BYTES;
-        const u32 q = q_desc + matrix_descriptor_bytes(chunk * BLOCK_Q * ROW_BYTES + in_chunk);
-        const u32 k_keys = k_desc + matrix_descriptor_bytes(chunk * BLOCK_KV * ROW_BYTES + in_chunk);
-        if constexpr (BY_4)
-            wgmma<BLOCK_KV, T>::template ss_4<high, high, step, step>(S, q, k_keys, k > 0);
-        else
-            wgmma<BLOCK_KV, T>::template ss<high, high>(S, q, k_keys, k > 0);
+        for (int k = 0; k < IN_CHUNKS; k += CHUNK)
+            wgmma<BLOCK_KV, T>::template ss_4<high, high, step, step>(S, q_desc + matrix_at(k, BLOCK_Q),
+                                                                      k_desc + matrix_at(k, BLOCK_KV), k > 0);
     }
+#pragma unroll
+    for (int k = IN_CHUNKS; k < D_QK; k += CONTRACTED)
+        wgmma<BLOCK_KV, T>::template ss<high, high>(S, q_desc + matrix_at(k, BLOCK_Q), k_desc + matrix_at(k, BLOCK_KV),
+                                                    k > 0);
     wgmma_commit_group();
 }
 
@@ -79,10 +83,10 @@ struct consumer_base {
     int has_o = 0;   /* O holds a work tile that is not stored yet. */
     score_head q_head = {0, 0, 0, 0};
 
-    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * D_QK * element::BYTES);
+    static constexpr u32 Q_STAGE = matrix_descriptor_bytes(BLOCK_Q * STORED_QK * element::BYTES);
     static constexpr u32 Q_BLOCK = matrix_descriptor_bytes(64 * ROW_BYTES);
-    static constexpr u32 K_STAGE = matrix_descriptor_bytes(BLOCK_KV * D_QK * element::BYTES);
-    static constexpr u32 V_STAGE = matrix_descriptor_bytes(BLOCK_KV * D_V * element::BYTES);
+    static constexpr u32 K_STAGE = matrix_descriptor_bytes(BLOCK_KV * STORED_QK * element::BYTES);
+    static constexpr u32 V_STAGE = matrix_descriptor_bytes(BLOCK_KV * STORED_V * element::BYTES);
 
     DEVICE consumer_base(const params &p, shared_memory &smem, int wg, float (&O)[O_REGS], u32 (&P)[P_REGS],
                          online_softmax &softmax)

@@ -67,7 +67,8 @@ constexpr int V_STAGES = STAGES, V_LOAD_STAGES = RAW_STAGES;
  * the place has only sums, and only those of the first registers of O. The others lie in the workspace. */
 constexpr bool O_IN_Q = false, SUMS_IN_SMEM = D_V <= 128;
 constexpr int SMEM_COLUMNS = D_V <= 128 ? D_V : D_V == 192 && CAUSAL ? 96 : 0, SMEM_SUM_REGS = SMEM_COLUMNS / 2;
-constexpr int O_ELEMENTS = SMEM_COLUMNS ? 2 * BLOCK_Q * SMEM_COLUMNS : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64;
+constexpr int O_ELEMENTS = SMEM_COLUMNS ? 2 * BLOCK_Q * SMEM_COLUMNS : 8, O_ROWS = 16, O_ROW_BYTES = 128, O_CHUNK = 64,
+              O_CHUNKS = D_V / O_CHUNK;
 constexpr int FLUSH_STEPS = FA_FLUSH_KEYS(D_V) / BLOCK_KV;
 /* Plain steps have a loop of their own. Where P V ends amid or after the exponentials, its wait would be in the loop
  * and in the rare code, and the warps of a warpgroup must not meet in different waits. */

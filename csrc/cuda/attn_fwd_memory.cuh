@@ -9,7 +9,7 @@
  * the operand (attn_fwd_fp8_values.cuh). */
 template <int ELEMENT_BYTES, int LOAD_STAGES> struct loaded_values {};
 template <int LOAD_STAGES> struct loaded_values<1, LOAD_STAGES> {
-    alignas(1024) element raw_v[LOAD_STAGES][BLOCK_KV * D_V];
+    alignas(1024) element raw_v[LOAD_STAGES][BLOCK_KV * STORED_V];
     u64 raw_full[LOAD_STAGES], raw_empty[LOAD_STAGES]; /* TMA completes the first; transposer warps arrive at empty. */
     int is_end[LOAD_STAGES];                           /* Instead of V, this stage brings the end of the launch. */
 };
@@ -18,9 +18,9 @@ template <int LOAD_STAGES> struct loaded_values<1, LOAD_STAGES> {
  * rows have ROW_BYTES. The 16-byte vectors of a row are swizzled by the row's number. Each chunk starts at a
  * multiple of 1024 bytes, the swizzle's period. */
 struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>, stage_entries<LISTED_STAGES> {
-    alignas(1024) element q[Q_STAGES][BLOCK_Q * D_QK];
-    alignas(1024) element k[STAGES][BLOCK_KV * D_QK];
-    alignas(1024) element v[V_STAGES][BLOCK_KV * D_V];
+    alignas(1024) element q[Q_STAGES][BLOCK_Q * STORED_QK];
+    alignas(1024) element k[STAGES][BLOCK_KV * STORED_QK];
+    alignas(1024) element v[V_STAGES][BLOCK_KV * STORED_V];
     /* Each warp has chunks of 16 rows. */
     alignas(1024) element::output o[O_ELEMENTS];
     /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. In 8 bits

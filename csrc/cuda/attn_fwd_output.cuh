@@ -92,7 +92,7 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
     __syncwarp();
     if (lane == 0) {
 #pragma unroll
-        for (int c = 0; c < D_V / O_CHUNK; c++)
+        for (int c = 0; c < O_CHUNKS; c++)
             cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * O_CHUNK, c * O_CHUNK, t.q_origin + first_row,
                                        head_of_strip(p, t, row_block, warp_of_group()), t.q_batch);
         cp_async_bulk_commit_group();
@@ -144,7 +144,7 @@ DEVICE bool put_checked(const float (&O)[O_REGS], const row_ends &ends, element:
 DEVICE void store_put(const row_ends &ends, const params &p, element::output *o_smem) {
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
-        for (int c = 0; c < D_V / O_CHUNK; c++)
+        for (int c = 0; c < O_CHUNKS; c++)
             cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * O_CHUNK, c * O_CHUNK, ends.row, ends.head,
                                        ends.batch);
         cp_async_bulk_commit_group();

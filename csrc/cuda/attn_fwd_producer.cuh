@@ -54,25 +54,25 @@ DEVICE void schedule_tiles(const params &p, shared_memory &smem) {
 
 /* ---- loads ----------------------------------------------------------------------------------------------------- */
 
-/* Loads ROWS rows and COLUMNS columns of one head into a pipeline stage. The coordinates are those of the map. */
-template <int ROWS, int COLUMNS>
+/* Loads ROWS rows and CHUNKS chunks of columns of one head into a pipeline stage. The map has the coordinates. */
+template <int ROWS, int CHUNKS>
 DEVICE void load(element *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
-    mbarrier_arrive_expect_tx(full, ROWS * COLUMNS * element::BYTES);
+    mbarrier_arrive_expect_tx(full, ROWS * CHUNKS * ROW_BYTES);
 #pragma unroll
-    for (int c = 0; c < COLUMNS / CHUNK; c++)
+    for (int c = 0; c < CHUNKS; c++)
         cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
 }
 
 /* The same for the keys of a key tile in a cache. Each lane loads the keys of its box. Whole warp. */
-template <int COLUMNS>
+template <int CHUNKS>
 DEVICE void load_boxes(const params &p, element *dst, const fa_tensor_map *map, u64 *full, const cached_keys &keys) {
     const int lane = threadIdx.x % 32;
-    if (lane == 0) mbarrier_arrive_expect_tx(full, BLOCK_KV * COLUMNS * element::BYTES);
+    if (lane == 0) mbarrier_arrive_expect_tx(full, BLOCK_KV * CHUNKS * ROW_BYTES);
     __syncwarp();
     if (lane * p.cache.box >= BLOCK_KV) return;
     dst += lane * p.cache.box * CHUNK;
 #pragma unroll
-    for (int c = 0; c < COLUMNS / CHUNK; c++)
+    for (int c = 0; c < CHUNKS; c++)
         cp_async_bulk_tensor_load(dst + c * BLOCK_KV * CHUNK, map, full, c * CHUNK, keys.box.row, keys.head,
                                   keys.box.page, L2_EVICT_LAST);
 }
@@ -118,19 +118,19 @@ struct producer {
         smem.entries[k.stage] = walk.entry;
 #endif
         if (CACHE) {
-            load_boxes<D_QK>(p, smem.k[k.stage], &p.k, &smem.k_full[k.stage], cached);
+            load_boxes<CHUNKS_QK>(p, smem.k[k.stage], &p.k, &smem.k_full[k.stage], cached);
             cached.find_box(p, walk.key_tile() - 1);
         } else {
-            load<BLOCK_KV, D_QK>(smem.k[k.stage], &p.k, &smem.k_full[k.stage], kv_origin + walk.key_tile() * BLOCK_KV,
-                                 kv_head, kv_batch, L2_EVICT_LAST);
+            load<BLOCK_KV, CHUNKS_QK>(smem.k[k.stage], &p.k, &smem.k_full[k.stage],
+                                      kv_origin + walk.key_tile() * BLOCK_KV, kv_head, kv_batch, L2_EVICT_LAST);
         }
         k.next();
     }
     DEVICE void load_v() {
         const v_stage to = v_stage_of(smem, v.stage);
         mbarrier_wait(to.empty, v.parity ^ 1);
-        load<BLOCK_KV, D_V>(to.dst, &p.v, to.full, kv_origin + walk.previous_key_tile() * BLOCK_KV, kv_head, kv_batch,
-                            L2_EVICT_LAST);
+        load<BLOCK_KV, CHUNKS_V>(to.dst, &p.v, to.full, kv_origin + walk.previous_key_tile() * BLOCK_KV, kv_head,
+                                 kv_batch, L2_EVICT_LAST);
         v.next();
     }
     /* Q of the next tile. Without a tile consumers only learn from Q's mbarrier that there is a command. */
@@ -140,8 +140,8 @@ struct producer {
         if (CACHE) __syncwarp(); /* All lanes have waited. Without keys no other step would hold the leader back. */
         if (!is_leader()) return;
         if (t.has_rows())
-            load<BLOCK_Q, D_QK>(smem.q[q.stage], &p.q, &smem.q_full[q.stage], t.q_origin + t.row, t.head, t.q_batch,
-                                L2_EVICT_FIRST);
+            load<BLOCK_Q, CHUNKS_QK>(smem.q[q.stage], &p.q, &smem.q_full[q.stage], t.q_origin + t.row, t.head,
+                                     t.q_batch, L2_EVICT_FIRST);
         else
             mbarrier_arrive(&smem.q_full[q.stage]);
     }
@@ -209,7 +209,7 @@ struct value_producer {
 #pragma unroll 1
             for (; walk.has_next(); walk.take()) {
                 mbarrier_wait(&smem.v_empty[v.stage], v.parity ^ 1);
-                load_boxes<D_V>(p, smem.v[v.stage], &p.v, &smem.v_full[v.stage], keys);
+                load_boxes<CHUNKS_V>(p, smem.v[v.stage], &p.v, &smem.v_full[v.stage], keys);
                 keys.find_box(p, walk.key_tile() - 1);
                 v.next();
             }

@@ -24,9 +24,15 @@ enum { O_WAIT_AFTER_EXP = 0, O_WAIT_AMID_EXP = 1, O_WAIT_BEFORE_EXP = 2 };
 
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
-/* The length of a row of a swizzled chunk of Q, K and V. */
-constexpr int ROW_BYTES = D_QK * element::BYTES % 128 == 0 && D_V * element::BYTES % 128 == 0 ? 128 : 64;
+/* The length of a row of a swizzled chunk of Q, K and V: 64 bytes where these fill whole chunks and 128 bytes do not. */
+constexpr bool fills_chunks(int row_bytes) {
+    return D_QK * element::BYTES % row_bytes == 0 && D_V * element::BYTES % row_bytes == 0;
+}
+constexpr int ROW_BYTES = !fills_chunks(128) && fills_chunks(64) ? 64 : 128;
 constexpr int CHUNK = ROW_BYTES / element::BYTES;
+/* Columns in shared memory. Products pass over those behind D_QK and D_V, and TMA drops those of O. */
+constexpr int CHUNKS_QK = (D_QK + CHUNK - 1) / CHUNK, CHUNKS_V = (D_V + CHUNK - 1) / CHUNK;
+constexpr int STORED_QK = CHUNKS_QK * CHUNK, STORED_V = CHUNKS_V * CHUNK;
 constexpr bool O_BY_TMA = D_V <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || FLEX;
 constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
@@ -44,7 +50,7 @@ constexpr float LARGE_SHARE = 0.4f;
 
 static_assert(TURN_NEVER <= TURN && TURN <= TURN_UNTIL_SCORES, "TURN has three values");
 static_assert(O_WAIT_AFTER_EXP <= O_WAIT && O_WAIT <= O_WAIT_BEFORE_EXP, "O_WAIT has three values");
-static_assert(D_QK % CHUNK == 0 && D_V % CHUNK == 0, "TMA brings whole chunks");
+static_assert(D_QK * element::BYTES % 32 == 0 && D_V % 16 == 0, "wgmma contracts 32 bytes; stmatrix stores 16 columns");
 static_assert(BLOCK_KV * element::BYTES % 32 == 0, "wgmma contracts 32 bytes at a time");
 static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");

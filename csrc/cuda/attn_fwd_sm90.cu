@@ -88,8 +88,8 @@ constexpr bool WALKS_EARLY = STORES_EARLY || (CLOSES_EARLY && D_V == 128 && IS_P
 static_assert(!CLOSES_EARLY || O_BY_TMA, "the check reads what stmatrix stores");
 static_assert(!STORES_EARLY || !O_IN_Q, "warps need not meet before O takes the place of Q");
 /* The place of O: elements, rows between its chunks, and the chunks themselves. */
-constexpr int O_ELEMENTS = O_BY_TMA && !O_IN_Q ? BLOCK_Q * D_V : 8, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
-constexpr int O_ROW_BYTES = ROW_BYTES, O_CHUNK = CHUNK;
+constexpr int O_ELEMENTS = O_BY_TMA && !O_IN_Q ? BLOCK_Q * STORED_V : 8, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
+constexpr int O_ROW_BYTES = ROW_BYTES, O_CHUNK = CHUNK, O_CHUNKS = CHUNKS_V;
 
 static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys");
@@ -125,7 +125,7 @@ struct consumer : consumer_base {
     /* O of the warp's row strip goes where the strip's Q was, or to a place of its own. */
     DEVICE element::output *o_smem_of(which_tile which, int block) const {
         return O_IN_Q ? smem.q[q_stage_of(which)] + (64 * block + 16 * warp) * CHUNK
-                      : smem.o + (4 * wg + warp) * 16 * D_V;
+                      : smem.o + (4 * wg + warp) * 16 * STORED_V;
     }
 
     /* ---- parts of a step ---- */
@@ -354,8 +354,9 @@ struct consumer : consumer_base {
         ends.head = uniform(head_of_strip(p, t, row_block, warp));
         ends.lse_dst = p.lse + t.b_idx * p.lse_stride_b + ends.head * p.lse_stride_h + t.lse_origin + row;
         ends.row = uniform(t.q_origin + first_row), ends.batch = uniform(t.q_batch);
-        ends.place = uniform(O_IN_Q ? q_stage_of(THIS_TILE) * (BLOCK_Q * D_QK) + (64 * row_block + 16 * warp) * CHUNK
-                                    : (4 * wg + warp) * 16 * D_V);
+        ends.place =
+            uniform(O_IN_Q ? q_stage_of(THIS_TILE) * (BLOCK_Q * STORED_QK) + (64 * row_block + 16 * warp) * CHUNK
+                           : (4 * wg + warp) * 16 * STORED_V);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (ends.lse[r] == INF) ends.lse[r] = p.empty_lse;

@@ -298,6 +298,8 @@ DEVICE constexpr u32 matrix_descriptor_high(int row_bytes) {
 DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4; }
 
 /* Lists of registers for the instruction text (R..) and for the operands (D..). */
+#define R_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define R_24 R_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define R_32                                                                                                     \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
     "%29,%30,%31"
@@ -316,6 +318,8 @@ DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4
 #define D_8(i)                                                                                                  \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
+#define D_16  D_8(0), D_8(8)
+#define D_24  D_16, D_8(16)
 #define D_32  D_8(0), D_8(8), D_8(16), D_8(24)
 #define D_40  D_32, D_8(32)
 #define D_48  D_32, D_8(32), D_8(40)
@@ -417,6 +421,8 @@ template <int N, class T> struct wgmma;
 #define WGMMA_16(N, REGS, ...) WGMMA(N, fp16, "f16", REGS, __VA_ARGS__)
 #endif
 
+WGMMA_16(32, 16, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35)
+WGMMA_16(48, 24, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43)
 WGMMA_16(64, 32, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51)
 WGMMA_16(80, 40, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59)
 WGMMA_16(96, 48, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67)

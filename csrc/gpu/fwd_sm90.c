@@ -141,7 +141,7 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
 
 fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_fwd_sm90_columns *tile = fa_fwd_sm90_row(call->plan->gpu.row);
-    const int columns = tile->d % 64 == 0 && tile->d_v % 64 == 0 ? 64 : 32;
+    const int columns = fa_fwd_sm90_box(tile);
     const tile_shape shape = {tile->wgs, tile->block_kv, columns, columns};
     fa_attn_fwd_params a = {0};
     fa_status status = call->plan->gpu.features & FA_CACHE ? fa_cuda_append(call, call->workspace, err) : FA_OK;

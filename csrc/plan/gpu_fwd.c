@@ -13,6 +13,9 @@
 static int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 static int64_t round_up(int64_t x, int64_t y) { return ceil_div(x, y) * y; }
 
+/* Columns of a row in shared memory. */
+enum { CHUNK = 64 };
+
 /* ---- work tiles over a cache ------------------------------------------------------------------------------------- */
 
 /* Microseconds of an H100 (cuda/measurements/decode.md): the first work tile of a CTA and each further one, the
@@ -21,10 +24,10 @@ static int64_t round_up(int64_t x, int64_t y) { return ceil_div(x, y) * y; }
 static const double US_FIRST = 10, US_NEXT = 1.5, US_COMBINE = 4, US_PART = 0.11, US_ELEMENT = 7e-6,
                     BYTES_OF_A_US = 2.4e6;
 
-/* Microseconds of an SM for a row and a key, without a limit of power. Up to 90 columns the exponentials take longer
- * than the products. */
+/* Microseconds of an SM for a row and a key, without a limit of power. In one chunk of columns the exponentials take
+ * longer than the products. */
 double fa_us_of_a_pair(const fa_fwd_sm90_columns *t) {
-    const double products = 0.6e-6 * t->d, exponentials = 55e-6;
+    const double products = 0.6e-6 * (double)round_up(t->d, CHUNK), exponentials = 55e-6;
     return (products > exponentials ? products : exponentials) * t->cost / 100;
 }
 
@@ -121,14 +124,16 @@ fa_cache_tiles fa_tiles_of_cache(const fa_problem *p, const fa_fwd_sm90_columns 
  *   length 192: 49.5 us with 192 rows and 128 keys, 47.2 with 256 rows and 64 keys.
  * At head_dim 128 it takes, with 16 heads, 128 rows, and 128 or 64 keys a step:
  *   4 sequences of 4096 queries: 77 keys 74.7 and 58.7 us, 128 keys 73.0 and 58.5, 256 keys 82.0 and 89.3;
- *   80 sequences of length 200:  109.2 and 113.6 us. */
+ *   80 sequences of length 200:  109.2 and 113.6 us.
+ * Rows that begin amid sectors of 32 bytes are loaded slowly. With long sequences loads then bind tiles of 128 rows. */
 static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
-    enum { FEW_KEYS = 128, SHORT = 256 * 64 }; /* elements of a head's keys */
+    enum { FEW_KEYS = 128, SHORT = 256 * 64, LONG = 512, IN_SECTORS = 16 }; /* SHORT: elements of a head's keys */
     if (fa_reads_cache(p)) return fa_tiles_of_cache(p, t, sms).us;
-    const int64_t keys = p->len_kv < FEW_KEYS ? p->len_kv : FEW_KEYS;
+    const bool is_slow = (p->d % IN_SECTORS || p->d_v % IN_SECTORS) && p->len_kv > LONG && t->wgs < 3;
+    const int64_t keys = p->len_kv < FEW_KEYS ? round_up(p->len_kv, t->block_kv) : FEW_KEYS;
     const int64_t rows = round_up(p->len_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
-    const double cost = (double)(rows * round_up(keys, t->block_kv) * t->cost);
-    return p->len_kv * t->d <= SHORT && t->block_kv > 64 ? 2 * cost : cost;
+    const double cost = (double)(rows * keys * t->cost) * (is_slow ? 1.3 : 1);
+    return p->len_kv * round_up(t->d, CHUNK) <= SHORT && t->block_kv > 64 ? 2 * cost : cost;
 }
 
 /* ---- order of tiles -------------------------------------------------------------------------------------------- */
@@ -170,13 +175,54 @@ void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
     plan->gpu.num_ctas = p->total_q > 0 ? (int)(most_tiles < ctas ? most_tiles : ctas) : 0;
 }
 
+/* ---- the row of the table -------------------------------------------------------------------------------------- */
+
+/* Returns NULL if a row's tiles serve the call, or the reason why not. */
+static const char *why_not_row(const fa_problem *p, int row, unsigned features) {
+    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_FLEX);
+    const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
+    const int box = fa_fwd_sm90_box(t);
+    NEEDS(t->d >= p->d && t->d_v >= p->d_v, "its tiles have fewer columns than the heads");
+    NEEDS(!p->cu_seqlens_q || (fa_fills_boxes(p->d, t->d, box) && fa_fills_boxes(p->d_v, t->d_v, box)),
+          FA_BOXES_REASON);
+    NEEDS(box > 32 || (p->d % 16 == 0 && p->d_v % 16 == 0),
+          "TMA is slow with its pieces of 64 bytes where rows begin amid sectors of 32");
+    NEEDS((fa_families[FA_FWD_SM90].rows[row].serves & wanted) == wanted,
+          "its tiles do not serve every option of the call");
+    return NULL;
+}
+
+/* Returns the row that costs least, or -1. The first row that serves the call says how many chunks of columns it needs.
+ * Rows of as many chunks are compared. The plan takes down why rows are ruled out. */
+static int choose_row(const fa_problem *p, unsigned features, int sms, fa_plan *plan) {
+    const fa_family *family = &fa_families[FA_FWD_SM90];
+    int row = 0;
+    for (const char *why; row < family->num_rows && (why = why_not_row(p, row, features)); row++)
+        fa_rule_out(plan, family->rows[row].name, why);
+    if (row == family->num_rows) return -1;
+    double least = -1; /* the cost of the row, once it is known */
+    for (int later = row + 1; later < family->num_rows; later++) {
+        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row), *other = fa_fwd_sm90_row(later);
+        if (ceil_div(other->d, CHUNK) != ceil_div(t->d, CHUNK) ||
+            ceil_div(other->d_v, CHUNK) != ceil_div(t->d_v, CHUNK))
+            continue;
+        if (why_not_row(p, later, features)) continue;
+        if (!(features & FA_FLEX) && !family->chooses(later, features)) continue; /* as the lists of kernels say */
+        if (least < 0) least = cost_of(p, t, sms);
+        const double cost = cost_of(p, other, sms);
+        fa_rule_out(plan, family->rows[cost < least ? row : later].name,
+                    "its tiles cost more for sequences and heads of these lengths");
+        if (cost < least) row = later, least = cost;
+    }
+    return row;
+}
+
 /* ---- the plan -------------------------------------------------------------------------------------------------- */
 
 const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { WIDEST = 256, MOST_WALKS_BYTES = 256 << 20 };
     const bool reads_cache = fa_reads_cache(p);
     const unsigned features = fa_cuda_features(p) | (reads_cache ? FA_CACHE : 0u) | (fa_has_mods(p) ? FA_FLEX : 0u);
-    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_FLEX);
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t batches = packed ? 1 : p->b;
     const char *why =
@@ -201,35 +247,8 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     NEEDS(fa_counts_in_32_bits(p, packed) && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
           "the problem has more rows than 2^30, or more tiles than 2^31");
 
-    const fa_family *family = &fa_families[FA_FWD_SM90];
-    int row = 0;
-    for (; row < family->num_rows; row++) {
-        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
-        const int box = t->d % 64 == 0 && t->d_v % 64 == 0 ? 64 : 32;
-        if (t->d < p->d || t->d_v < p->d_v)
-            fa_rule_out(plan, family->rows[row].name, "its tiles have fewer columns than the heads");
-        else if (p->cu_seqlens_q && !(fa_fills_boxes(p->d, t->d, box) && fa_fills_boxes(p->d_v, t->d_v, box)))
-            fa_rule_out(plan, family->rows[row].name, FA_BOXES_REASON);
-        else if (t->d % 64 != 0 && (p->d % 16 != 0 || p->d_v % 16 != 0))
-            fa_rule_out(plan, family->rows[row].name,
-                        "TMA is slow with its pieces of 64 bytes where rows begin amid sectors of 32");
-        else if ((family->rows[row].serves & wanted) != wanted)
-            fa_rule_out(plan, family->rows[row].name, "its tiles do not serve every option of the call");
-        else
-            break;
-    }
-    NEEDS(row < family->num_rows, "it has no tile for these head dimensions");
-    double least = -1; /* the cost of the row, once it is known */
-    for (int later = row + 1; later < family->num_rows; later++) {
-        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row), *other = fa_fwd_sm90_row(later);
-        if (other->d != t->d || other->d_v != t->d_v || (family->rows[later].serves & wanted) != wanted) continue;
-        if (!(features & FA_FLEX) && !family->chooses(later, features)) continue; /* as the lists of kernels say */
-        if (least < 0) least = cost_of(p, t, machine->gpu_sms);
-        const double cost = cost_of(p, other, machine->gpu_sms);
-        fa_rule_out(plan, family->rows[cost < least ? row : later].name,
-                    "its tiles reach further beyond the sequences' ends");
-        if (cost < least) row = later, least = cost;
-    }
+    const int row = choose_row(p, features, machine->gpu_sms, plan);
+    NEEDS(row >= 0, "it has no tile for these head dimensions");
     plan->gpu.family = FA_FWD_SM90;
     plan->gpu.row = row;
     plan->gpu.features = features;

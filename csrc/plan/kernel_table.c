@@ -27,8 +27,12 @@
 /* ---- attn_fwd_sm90 --------------------------------------------------------------------------------------------- */
 
 /* What a row's name says of d_v: nothing if d_v is d. */
+#define V_32_32   ""
+#define V_48_48   ""
 #define V_64_64   ""
+#define V_80_80   ""
 #define V_96_96   ""
+#define V_112_112 ""
 #define V_128_128 ""
 #define V_160_160 ""
 #define V_192_192 ""
@@ -47,6 +51,11 @@ static const fa_row fwd_sm90_rows[] = {
 };
 
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_columns *)fwd_sm90_rows[row].columns; }
+
+int fa_fwd_sm90_box(const fa_fwd_sm90_columns *t) {
+    const bool fill_64 = t->d % 64 == 0 && t->d_v % 64 == 0, fill_32 = t->d % 32 == 0 && t->d_v % 32 == 0;
+    return !fill_64 && fill_32 ? 32 : 64;
+}
 
 /* gpu_fwd.c takes the row that costs a sequence least. A row is never chosen if an earlier row beats it. The earlier
  * row serves the same features, its steps have at least as many rows and keys, and a step costs no more. Short

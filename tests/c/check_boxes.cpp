@@ -88,11 +88,17 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 #define CACHE 0 /* the backward */
 #endif
 #ifndef BACKWARD
-constexpr int BLOCK_Q = 64 * WGS, BOX = D_QK % 64 || D_V % 64 ? 32 : 64; /* columns of a box */
+constexpr int BLOCK_Q = 64 * WGS, BOX = (D_QK % 64 || D_V % 64) && D_QK % 32 == 0 && D_V % 32 == 0 ? 32 : 64;
 constexpr bool IS_BACKWARD = false;
 #else
+constexpr int BOX = 64;
 constexpr bool IS_BACKWARD = true;
 #endif
+/* In how many widths of 8 columns each, from `columns` down, do all boxes begin inside a tensor? At most 4 of many. */
+static unsigned num_widths(int columns) {
+    const int in_last = (columns - 1) % BOX + 1;
+    return (unsigned)(columns <= 64 ? columns / 8 : in_last < 32 ? in_last / 8 : 4);
+}
 
 /* ---- what should be ---------------------------------------------------------------------------------------------- */
 
@@ -545,8 +551,7 @@ int main() {
         const int h_kv = 1 + (int)below(3), total_q = make_offsets(offsets_q, VARLEN ? p.b : 1);
         const int total_kv = make_offsets(offsets_kv, VARLEN ? p.b : 1);
         p.h = h_kv * heads;
-        const int d = D_QK - 8 * (int)below(D_QK > 64 ? 4 : D_QK / 8),
-                  d_v = D_V - 8 * (int)below(D_V > 64 ? 4 : D_V / 8);
+        const int d = D_QK - 8 * (int)below(num_widths(D_QK)), d_v = D_V - 8 * (int)below(num_widths(D_V));
         p.d_v = d_v;
         p.len_q = total_q, p.len_kv = total_kv; /* dense: the length of each sequence */
         if (VARLEN) p.cu_seqlens_q = offsets_q, p.cu_seqlens_k = offsets_kv;

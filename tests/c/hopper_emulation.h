@@ -101,11 +101,14 @@ static bool arrives_for_warp(u32 lane) { return lane == 0; }
 constexpr u32 of_warps(u32 warps) { return warps; }
 static void mbarrier_arrive_for_others(u64 *) {}
 
-/* fa_tensor_map holds a pointer to this: a tensor of 16-bit elements, in boxes of 64 swizzled columns. */
+/* Rows of 128 or of 64 bytes are swizzled by 16 bytes. */
+static u32 swizzled(u32 at, u32 row_bytes) { return at ^ (at >> 7 & (row_bytes / 16 - 1)) << 4; }
+
+/* fa_tensor_map holds a pointer to this: a tensor of 16-bit elements, in boxes of swizzled rows. */
 struct emulated_map {
     char *data;
     long row_bytes, head_bytes, sequence_bytes;
-    int columns, rows, heads, sequences, box_rows;
+    int columns, rows, heads, sequences, box_rows, box_row_bytes;
 
     bool has(int column, int row, int head, int sequence) const {
         return column >= 0 && column < columns && row >= 0 && row < rows && head >= 0 && head < heads &&
@@ -114,11 +117,11 @@ struct emulated_map {
     /* Calls `move` with an element of the box in global and in shared memory. Global memory is NULL outside. */
     template <class mover> void each(u32 box, int column, int row, int head, int sequence, mover move) const {
         for (int i = 0; i < box_rows; i++)
-            for (int j = 0; j < 64; j++) {
-                const u32 at = box + (u32)(i * 128 + j * 2);
+            for (int j = 0; j < box_row_bytes / 2; j++) {
+                const u32 at = box + (u32)(i * box_row_bytes + j * 2);
                 char *element = data + (row + i) * row_bytes + head * head_bytes + sequence * sequence_bytes;
                 move(has(column + j, row + i, head, sequence) ? element + 2 * (column + j) : nullptr,
-                     memory + (at ^ (at >> 7 & 7) << 4));
+                     memory + swizzled(at, (u32)box_row_bytes));
             }
     }
 };
@@ -132,10 +135,10 @@ static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
     const emulated_map m = map_of(map);
     const u32 box = smem_address(dst);
     EXPECT(box % 1024 == 0 && m.has(c0, c1, c2, c3));
-    memset(dst, 0xff, (size_t)m.box_rows * 128);
+    memset(dst, 0xff, (size_t)(m.box_rows * m.box_row_bytes));
     add_copy(true, [=] {
         m.each(box, c0, c1, c2, c3, [](const char *from, char *to) { from ? memcpy(to, from, 2) : memset(to, 0, 2); });
-        complete(barrier, (u32)m.box_rows * 128);
+        complete(barrier, (u32)(m.box_rows * m.box_row_bytes));
     });
 }
 static void cp_async_bulk_tensor_store(const fa_tensor_map *map, const void *src, int c0, int c1, int c2, int c3) {
@@ -218,12 +221,11 @@ constexpr u32 matrix_descriptor_high(int row_bytes) { return (u32)row_bytes; }
 constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4; }
 
 /* Returns the element of row i of A or of column i of B, at place k of the contraction. */
-template <class T> static float element_of(u32 descriptor, bool is_across, int i, int k) {
+template <class T, u32 ROW> static float element_of(u32 descriptor, bool is_across, int i, int k) {
     const u32 start = (descriptor & 0xffff) << 4, leading = descriptor >> 16 << 4, x = (u32)i, y = (u32)k;
-    const u32 at = is_across ? start + x / 64 * leading + y / 8 * 1024 + y % 8 * 128 + x % 64 * 2
-                             : start + x / 8 * 1024 + x % 8 * 128 + y * 2;
+    const u32 at = is_across ? start + x / (ROW / 2) * leading + y * ROW + x % (ROW / 2) * 2 : start + x * ROW + y * 2;
     T element;
-    memcpy(&element, memory + (at ^ (at >> 7 & 7) << 4), sizeof element);
+    memcpy(&element, memory + swizzled(at, ROW), sizeof element);
     return cvt_f32(element);
 }
 
@@ -231,12 +233,13 @@ template <class T> static float element_of(u32 descriptor, bool is_across, int i
 template <int N, class T> struct wgmma {
     static constexpr int REGS = N / 2;
 
-    template <class element_of_a> static void add(float *d, bool adds, element_of_a a, u32 b, bool is_across) {
+    template <u32 B_ROW, class element_of_a>
+    static void add(float *d, bool adds, element_of_a a, u32 b, bool is_across) {
         float A[2][16], B[16];
         for (int i = 0; i < 32; i++) A[i / 16][i % 16] = a(i / 16, i % 16);
         for (int i = 0; i < REGS; i += i % 2 ? 3 : 1) { /* both rows of a column */
             for (int k = 0; k < 16; k++)
-                B[k] = element_of<T>(b, is_across, 8 * (i / 4) + 2 * ((int)threadIdx.x % 4) + i % 2, k);
+                B[k] = element_of<T, B_ROW>(b, is_across, 8 * (i / 4) + 2 * ((int)threadIdx.x % 4) + i % 2, k);
             for (int r = 0; r < 2; r++) {
                 float sum = adds ? d[i + 2 * r] : 0;
                 for (int k = 0; k < 16; k++) sum += A[r][k] * B[k];
@@ -244,36 +247,32 @@ template <int N, class T> struct wgmma {
             }
         }
     }
-    template <u32...> static void ss(...) { abort(); } /* of columns that are not emulated */
-    template <u32...> static void rs(...) { abort(); }
-
-    template <u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS = 0, int A_ACROSS = 0, int SIGN = 1>
-    static __attribute__((noinline)) void ss_4(float (&d)[REGS], u32 a, u32 b, int accumulate) {
-        static_assert(A_HIGH == 128 && B_HIGH == 128 && !A_ACROSS, "what is emulated");
+    /* NUM products, one after the other. */
+    template <int NUM, u32 A_ROW, u32 B_ROW, u32 A_STEP, u32 B_STEP, int B_ACROSS, int SIGN>
+    static __attribute__((noinline)) void issue_ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {
         float *sums = d;
         add_product([=] {
             const int row = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
-            for (u32 i = 0; i < 4; i++)
-                add(
+            for (u32 i = 0; i < NUM; i++)
+                add<B_ROW>(
                     sums, accumulate || i > 0,
-                    [&](int r, int k) { return SIGN * element_of<T>(a + i * A_STEP, false, row + 8 * r, k); },
+                    [&](int r, int k) { return SIGN * element_of<T, A_ROW>(a + i * A_STEP, false, row + 8 * r, k); },
                     b + i * B_STEP, B_ACROSS);
         });
         wgmma_fence();
     }
-    template <u32 B_HIGH, u32 B_STEP, int SIGN = 1>
-    static __attribute__((noinline)) void rs_4(float (&d)[REGS], const u32 *a, u32 b) {
-        static_assert(B_HIGH == 128, "what is emulated");
+    template <int NUM, u32 B_ROW, u32 B_STEP, int SIGN>
+    static __attribute__((noinline)) void issue_rs(float (&d)[REGS], const u32 *a, u32 b) {
         struct {
             u32 lanes[4][16];
         } quad; /* a row's elements lie in the four lanes of a quad */
         float *sums = d;
-        const char *all = emulated_exchange(a, 64);
-        for (u32 i = 0; i < 4; i++) memcpy(quad.lanes[i], all + 64 * (threadIdx.x % 32 / 4 * 4 + i), 64);
+        const char *all = emulated_exchange(a, 16 * NUM);
+        for (u32 i = 0; i < 4; i++) memcpy(quad.lanes[i], all + 64 * (threadIdx.x % 32 / 4 * 4 + i), 16 * NUM);
         __syncwarp();
         add_product([=] {
-            for (u32 i = 0; i < 4; i++)
-                add(
+            for (u32 i = 0; i < NUM; i++)
+                add<B_ROW>(
                     sums, true,
                     [&](int r, int k) {
                         float two[2];
@@ -283,6 +282,21 @@ template <int N, class T> struct wgmma {
                     b + i * B_STEP, true);
         });
         wgmma_fence();
+    }
+
+    template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0>
+    static void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {
+        static_assert(!A_ACROSS, "what is emulated");
+        issue_ss<1, A_HIGH, B_HIGH, 0, 0, B_ACROSS, 1>(d, a, b, accumulate);
+    }
+    template <u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS = 0, int A_ACROSS = 0, int SIGN = 1>
+    static void ss_4(float (&d)[REGS], u32 a, u32 b, int accumulate) {
+        static_assert(!A_ACROSS, "what is emulated");
+        issue_ss<4, A_HIGH, B_HIGH, A_STEP, B_STEP, B_ACROSS, SIGN>(d, a, b, accumulate);
+    }
+    template <u32 B_HIGH> static void rs(float (&d)[REGS], const u32 *a, u32 b) { issue_rs<1, B_HIGH, 0, 1>(d, a, b); }
+    template <u32 B_HIGH, u32 B_STEP, int SIGN = 1> static void rs_4(float (&d)[REGS], const u32 *a, u32 b) {
+        issue_rs<4, B_HIGH, B_STEP, SIGN>(d, a, b);
     }
 };
 

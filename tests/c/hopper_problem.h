@@ -28,9 +28,9 @@ struct tensor {
         const long row_bytes = 2L * h * d;
         char *start = (char *)data.data();
         if (VARLEN) /* tensor_map.h says why */
-            map = {start - rows * row_bytes, row_bytes, 2L * d, row_bytes, d, rows, h, rows + 1, box_rows};
+            map = {start - rows * row_bytes, row_bytes, 2L * d, row_bytes, d, rows, h, rows + 1, box_rows, ROW_BYTES};
         else
-            map = {start, row_bytes, 2L * d, len * row_bytes, d, len, h, len ? rows / len : 0, box_rows};
+            map = {start, row_bytes, 2L * d, len * row_bytes, d, len, h, len ? rows / len : 0, box_rows, ROW_BYTES};
         const emulated_map *place = &map;
         memcpy(to.words, &place, sizeof place);
     }

@@ -182,10 +182,11 @@ def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
 
 
 # O leaves from the place of Q, from a place of its own, or without shared memory. There are one to four warpgroups, two
-# CTAs on an SM, every mask, and packed sequences.
+# CTAs on an SM, every mask, packed sequences, and fewer columns than shared memory has.
 EMULATED_FORWARDS = [
     "bf16_d64_q192kv128_causal_varlen", "fp16_d64_q192kv128", "bf16_d64_q64kv64_local_varlen", "fp16_d64_q256kv64",
-    "bf16_d128_q128kv128", "bf16_d128_q128kv64_local", "bf16_d256_q128kv64_causal"
+    "bf16_d128_q128kv128", "bf16_d128_q128kv64_local", "bf16_d256_q128kv64_causal", "bf16_d80_q192kv96_causal_varlen",
+    "fp16_d112_q128kv128", "bf16_d160_q128kv128_local", "fp16_d32_q256kv64_causal"
 ]  # fmt: skip
 
 
