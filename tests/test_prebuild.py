@@ -17,7 +17,9 @@ NAME = re.compile(
     r"(_causal|_local)?(_varlen)?(_score)?(_cache)?(_dropout)?(_alibi)?"
 )
 DTYPES = ("bf16", "fp16")
-HELPER = re.compile(r"attn_bwd_prep_(bf16|fp16)_d(64|96|128|160|192|256)(v\d+)?_q\d+kv\d+(_varlen)?|flex_walks")
+HELPER = re.compile(
+    r"attn_bwd_prep_(bf16|fp16)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+(_varlen)?|flex_walks"
+)
 
 
 ANY = re.compile(
@@ -53,7 +55,7 @@ def test_every_kernel_has_a_name_and_a_row():
     fwd = {("fwd", t, d, None, *o) for t in DTYPES for d in wanted for o in of_fwd}
     fwd |= {("fwd", t, "160", None, *o) for t in DTYPES for o in of_fwd if not o[3]}
     fwd |= {("fwd", t, d, None, *o) for t in DTYPES for d in ("32", "48") for o in of_fwd if not (o[3] or o[4])}
-    bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("64", "96", "128") for o in options + alone}
+    bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("32", "48", *wanted[:5]) for o in options + alone}
     wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("160", "192", "256") for o in options}
     plain = [o for o in options if not o[4]]  # v of another width is never dropped
     widths = ("64", "v128"), ("64", "v256"), ("192", "v128")

@@ -38,13 +38,14 @@ struct shared_memory {
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
 static_assert(COLUMNS <= 2 * BLOCK_Q, "dK has the place of both stages of dS");
 
-/* A warp's share of a step's dQ has 16 rows of 64 columns. The second warpgroup keeps only the columns that heads have.
+/* A warp's share of a step's dQ has 16 rows. The second half of the columns keeps only those that slabs have.
  * On the way to or from dq_sums a share lies as in the registers, 16 bytes of every lane side by side. The 16-bit
  * result has the form of a box of TMA, in the same place. */
-constexpr int KEPT_COLUMNS = BLOCK_Q == 128 ? CHUNK : HEAD_DIM - CHUNK;
-DEVICE constexpr int warp_floats(int wg) { return 16 * (wg ? KEPT_COLUMNS : CHUNK); }
-static_assert(DQ_COLUMNS == CHUNK && 4 * (warp_floats(0) + warp_floats(1)) == SLAB_FLOATS,
-              "a warp's result is one box");
+constexpr int KEPT_COLUMNS = BLOCK_Q == 128 ? DQ_COLUMNS : SLAB_COLUMNS - DQ_COLUMNS;
+DEVICE constexpr int warp_floats(int wg) { return 16 * (wg ? KEPT_COLUMNS : DQ_COLUMNS); }
+static_assert(4 * (warp_floats(0) + warp_floats(1)) == SLAB_FLOATS, "warps have the whole slab");
+static_assert(DQ_COLUMNS <= CHUNK && warp_floats(1) * 4 % 1024 == 0 && warp_floats(1) * 4 >= 16 * ROW_BYTES,
+              "a warp's result is one box, where its share was");
 constexpr u32 DQ_BYTES = SLAB_FLOATS * 4;
 
 /* Whole warp. Writes 16 columns of a box, from column 16 g on. `two` holds the columns, packed, as the registers of the

@@ -154,7 +154,7 @@ DEVICE void issue_scores(float (&s)[S_REGS], u32 kv_desc, u32 q_desc) {
         if constexpr (BY_4)
             wgmma<BLOCK_Q, element>::template ss_4<HIGH, HIGH, step, step, 0, 0, SIGN>(s, keys, rows, ADDS || k > 0);
         else
-            wgmma<BLOCK_Q, element>::template ss<HIGH, HIGH>(s, keys, rows, ADDS || k > 0);
+            wgmma<BLOCK_Q, element>::template ss<HIGH, HIGH, 0, 0, SIGN>(s, keys, rows, ADDS || k > 0);
     }
     wgmma_commit_group();
 }
@@ -183,7 +183,7 @@ DEVICE void issue_dq(float (&dq)[DQ_REGS], u32 ds_desc, u32 k_desc) {
             wgmma<DQ_COLUMNS, element>::template ss_4<HIGH, HIGH, step, k_step, 1, 0, SIGN_OF_DS>(
                 dq, ds, k_desc + k * k_step, k > 0);
         else
-            wgmma<DQ_COLUMNS, element>::template ss<HIGH, HIGH, 1>(dq, ds, k_desc + k * k_step, k > 0);
+            wgmma<DQ_COLUMNS, element>::template ss<HIGH, HIGH, 1, 0, SIGN_OF_DS>(dq, ds, k_desc + k * k_step, k > 0);
     }
     wgmma_commit_group();
 }

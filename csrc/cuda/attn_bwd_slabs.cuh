@@ -15,13 +15,15 @@ constexpr bool WIDE = HEAD_DIM > 128; /* the table rows of attn_bwd_wide_sm90 */
 constexpr int CHUNK = 64, CHUNKS = (HEAD_DIM + CHUNK - 1) / CHUNK, COLUMNS = CHUNKS * CHUNK;
 constexpr int V_CHUNKS = (D_V + CHUNK - 1) / CHUNK; /* of V and dO */
 static_assert(D_V == HEAD_DIM || (WIDE && D_V % CHUNK == 0), "two kinds of columns: above 128 columns only");
-static_assert(HEAD_DIM % 32 == 0, "lanes store 16 bytes each");
+static_assert(HEAD_DIM % 16 == 0, "lanes store 16 bytes each");
 
 /* Two warpgroups compute dQ of a slab. Of 128 rows each warpgroup has 64. Of 64 rows each warpgroup has half
  * of the columns. */
-constexpr int DQ_COLUMNS = COLUMNS * BLOCK_Q / 128, DQ_REGS = DQ_COLUMNS / 2, DQ_FLOATS = 64 * DQ_COLUMNS;
-constexpr int SLAB_FLOATS =
-    BLOCK_Q * HEAD_DIM; /* sums of a slab: DQ_FLOATS of the first warpgroup, then the second's */
+constexpr int DQ_COLUMNS = BLOCK_Q == 128 ? HEAD_DIM : COLUMNS * BLOCK_Q / 128, DQ_REGS = DQ_COLUMNS / 2;
+constexpr int DQ_FLOATS = 64 * DQ_COLUMNS;
+static_assert(BLOCK_Q < 128 || HEAD_DIM <= CHUNK, "128 rows have no more than a chunk of columns");
+/* Sums of a slab: DQ_FLOATS of the first warpgroup, then the second's. */
+constexpr int SLAB_COLUMNS = FA_SLAB_COLUMNS(HEAD_DIM), SLAB_FLOATS = BLOCK_Q * SLAB_COLUMNS;
 DEVICE constexpr int dq_row(int wg) { return BLOCK_Q == 128 ? 64 * wg : 0; }
 DEVICE constexpr int dq_column(int wg) { return BLOCK_Q == 128 ? 0 : DQ_COLUMNS * wg; }
 

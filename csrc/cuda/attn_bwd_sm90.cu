@@ -130,15 +130,16 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
             }
         }
         __syncwarp(); /* all lanes have read the sum, and the box overwrites the sum */
-        write_box<CHUNK>(s.dq[stage][wg] + threadIdx.x / 32 % 4 * warp_floats(wg), dq, p.scale);
+        write_box<DQ_COLUMNS>(s.dq[stage][wg] + threadIdx.x / 32 % 4 * warp_floats(wg), dq, p.scale);
     }
 }
 
 /* Whole warp. Hands dK or dV of this warp's 16 keys over to the warp that stores dK and dV. `place` has chunks of
  * BLOCK_KV keys. */
 DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, element::output *place, u64 *full, int key) {
-    if (HEAD_DIM >= CHUNK) write_box<CHUNK>(place + key * CHUNK, kv, factor);
-    if (HEAD_DIM > CHUNK) write_box<HEAD_DIM - CHUNK>(place + (BLOCK_KV + key) * CHUNK, kv + CHUNK / 2, factor);
+    write_box < HEAD_DIM<CHUNK ? HEAD_DIM : CHUNK>(place + key * CHUNK, kv, factor);
+    if constexpr (HEAD_DIM > CHUNK)
+        write_box<HEAD_DIM - CHUNK>(place + (BLOCK_KV + key) * CHUNK, kv + CHUNK / 2, factor);
     __syncwarp();
     if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(full);
 }

@@ -137,7 +137,7 @@ DEVICE void convert_sum(float *sum, float factor) {
     const u32 row = row_of_box(sum);
     u32 two[2][4];
 #pragma unroll
-    for (int g = 0; g < CHUNK / 16; g++) {
+    for (int g = 0; g < DQ_COLUMNS / 16; g++) {
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
             const float4 x = pieces[32 * (2 * g + k / 2)];

@@ -82,7 +82,8 @@ constexpr bool WAITS_FOR_STORES = O_BY_TMA;
  *               tokens take 3% longer with it.
  * WALKS_EARLY   The walk of the next work tile is computed before the wait for P V. */
 constexpr bool IS_PLAIN = !LONGEST_FIRST && !VARLEN;
-constexpr bool CLOSES_EARLY = !CACHE && D_QK == D_V && (D_V == 64 || (D_V == 128 && (LOCAL || FLEX || IS_PLAIN)));
+constexpr bool CLOSES_EARLY =
+    !CACHE && D_QK == D_V && (D_V <= 64 || D_V == 80 || (D_V == 128 && (LOCAL || FLEX || IS_PLAIN)));
 constexpr bool STORES_EARLY = D_QK == 256 && CAUSAL && !(CACHE || VARLEN || LOCAL || FLEX || SCORE || DROPOUT);
 constexpr bool WALKS_EARLY = STORES_EARLY || (CLOSES_EARLY && D_V == 128 && IS_PLAIN);
 static_assert(!CLOSES_EARLY || O_BY_TMA, "the check reads what stmatrix stores");

@@ -361,16 +361,17 @@ template <int N, class T> struct wgmma;
 #define WGMMA(N, T, TYPE, REGS, R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10, R11, R12, R13, R14, R15, R16, R17, R18, \
               R19)                                                                                                   \
     template <> struct wgmma<N, T> {                                                                                 \
-        template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0>                                        \
+        template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0, int SIGN = 1>                          \
         static DEVICE void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {                                      \
             asm volatile("{.reg .pred acc; .reg .b64 a, b;\n"                                                        \
                          "setp.ne.b32 acc, %" #R2 ", 0;\n"                                                           \
                          "mov.b64 a, {%" #R0 ", %" #R3 "};\n"                                                        \
                          "mov.b64 b, {%" #R1 ", %" #R4 "};\n"                                                        \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" R_##REGS               \
-                         "}, a, b, acc, 1, 1, %" #R6 ", %" #R5 ";}"                                                  \
+                         "}, a, b, acc, %" #R7 ", 1, %" #R6 ", %" #R5 ";}"                                           \
                          : D_##REGS                                                                                  \
-                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS), "n"(A_ACROSS)); \
+                         : "r"(a), "r"(b), "r"(accumulate), "n"(A_HIGH), "n"(B_HIGH), "n"(B_ACROSS), "n"(A_ACROSS),  \
+                           "n"(SIGN));                                                                               \
         }                                                                                                            \
         template <u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS = 0, int A_ACROSS = 0, int SIGN = 1>  \
         static DEVICE void ss_4(float (&d)[REGS], u32 a, u32 b, int accumulate) {                                    \

@@ -2,6 +2,7 @@
 #ifndef FA_PLAN_BWD_WORKSPACE_H
 #define FA_PLAN_BWD_WORKSPACE_H
 
+#include "cuda/attn_bwd_params.h"
 #include "gpu_problem.h"
 
 typedef struct {
@@ -93,7 +94,7 @@ static inline fa_bwd_workspace fa_bwd_workspace_of(const fa_problem *p, int d, i
         w.pieces = w.head_pieces = fa_bwd_head_pieces(p, w.num_tiles, sms, block_kv);
         w.num_cut = w.pieces > 1 ? w.num_tiles : 0;
     }
-    w.stats = w.dq_sums + rows * (size_t)d * sizeof(float);
+    w.stats = w.dq_sums + rows * FA_SLAB_COLUMNS((size_t)d) * sizeof(float);
     w.kv_sums = w.stats + 2 * rows * sizeof(float);
     w.turns = w.kv_sums + (size_t)(w.num_cut * 2 * block_kv * d) * sizeof(float);
     w.kv_turns = w.turns + 2 * slabs * sizeof(unsigned);

@@ -284,10 +284,10 @@ template <int N, class T> struct wgmma {
         wgmma_fence();
     }
 
-    template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0>
+    template <u32 A_HIGH, u32 B_HIGH, int B_ACROSS = 0, int A_ACROSS = 0, int SIGN = 1>
     static void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {
         static_assert(!A_ACROSS, "what is emulated");
-        issue_ss<1, A_HIGH, B_HIGH, 0, 0, B_ACROSS, 1>(d, a, b, accumulate);
+        issue_ss<1, A_HIGH, B_HIGH, 0, 0, B_ACROSS, SIGN>(d, a, b, accumulate);
     }
     template <u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS = 0, int A_ACROSS = 0, int SIGN = 1>
     static void ss_4(float (&d)[REGS], u32 a, u32 b, int accumulate) {

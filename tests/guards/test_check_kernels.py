@@ -169,10 +169,12 @@ def emulated_on_hopper(program, kernel, tmp_path, *more):
     return run(tmp_path / program)
 
 
-# Rows of 64 columns walk in bursts without options. The others have the steps of kernels with options, without these.
+# Rows of up to 64 columns walk in bursts without options. The others have the steps of kernels with options, without
+# these.
 EMULATED_BACKWARDS = [
     "bf16_d64_q128kv128_causal", "fp16_d64_q128kv128", "bf16_d64_q128kv128_local_varlen",
-    "fp16_d64_q128kv128_causal_varlen", "bf16_d128_q64kv128_causal"
+    "fp16_d64_q128kv128_causal_varlen", "bf16_d128_q64kv128_causal", "fp16_d32_q128kv128_causal",
+    "bf16_d48_q128kv128_varlen", "bf16_d80_q64kv128_causal_varlen"
 ]  # fmt: skip
 
 
