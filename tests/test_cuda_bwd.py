@@ -97,7 +97,7 @@ def test_huge_scores_give_finite_gradients(case):
     verify(case, m_grad=5.0)
 
 
-@pytest.mark.parametrize("d", (64, 96, 128, 160, 192, 256))
+@pytest.mark.parametrize("d", (32, 48, 64, 80, 96, 112, 128, 160, 192, 256))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_tile_borders(d, deterministic):
     """Lengths around the tiles of 64 and 128 rows and of 128 keys, with len_q below, at and above len_kv."""
@@ -121,7 +121,9 @@ FLAGS = [
 
 
 @pytest.mark.parametrize(
-    "case", [replace(c, d=d, dtype=t) for c in FLAGS for d in (40, 64, 96, 128, 160, 192, 256) for t in HALF], ids=repr
+    "case",
+    [replace(c, d=d, dtype=t) for c in FLAGS for d in (32, 40, 64, 80, 96, 104, 128, 160, 192, 256) for t in HALF],
+    ids=repr,
 )
 def test_several_tiles(case):
     verify(case)
@@ -134,7 +136,7 @@ def test_a_fixed_order_repeats_bitwise(case):
     verify(case, deterministic=True, repeats=30)
 
 
-@pytest.mark.parametrize("d", (40, 64))
+@pytest.mark.parametrize("d", (32, 40, 64))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_long_and_causal(d, deterministic):
     """More than 1024 keys. Without a fixed order and up to 64 columns, a separate warp converts the sums to dQ."""
@@ -177,13 +179,15 @@ CUT_TILES = [
 
 
 @pytest.mark.parametrize("deterministic", BOTH)
-@pytest.mark.parametrize("case", [replace(c, d=d, dtype="bf16") for c in CUT_TILES for d in (64, 96, 128)], ids=repr)
+@pytest.mark.parametrize(
+    "case", [replace(c, d=d, dtype="bf16") for c in CUT_TILES for d in (32, 40, 64, 80, 96, 112, 128)], ids=repr
+)
 def test_key_tiles_that_are_cut(case, deterministic):
     """The pieces add dK and dV in their order."""
     verify(case, deterministic=deterministic, repeats=10 if deterministic else 0)
 
 
-@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("d", (32, 40, 64, 72, 112, 128, 256))
 @pytest.mark.parametrize("deterministic", BOTH)
 def test_gradients_repeat_bitwise(d, deterministic):
     """All gradients repeat in a fixed order, and dk and dv also without it. Tiles share the rows of a
@@ -210,7 +214,8 @@ EMPTY_TILES = {
 
 
 @pytest.mark.parametrize(
-    "d, dtype", ((64, "bf16"), (96, "fp16"), (128, "bf16"), (192, "fp16"), (256, "bf16"), (64, "fp32"))
+    "d, dtype",
+    ((32, "bf16"), (64, "bf16"), (80, "bf16"), (96, "fp16"), (128, "bf16"), (192, "fp16"), (256, "bf16"), (64, "fp32")),
 )
 @pytest.mark.parametrize("deterministic", BOTH)
 @pytest.mark.parametrize("name", EMPTY_TILES)
@@ -240,7 +245,7 @@ def test_every_element_is_written_again_and_again(name, d, dtype, deterministic)
     )
 
 
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", (32, 48, 64, 80, 96, 112, 128, 192, 256))
 @pytest.mark.parametrize("deterministic", BOTH)
 @pytest.mark.parametrize("n", (300, 1300))
 def test_rows_whose_scores_are_all_minus_infinity(d, n, deterministic):

@@ -27,6 +27,9 @@ from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_var
 
 pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
 
+# Columns that tiles multiply. Rows of 88 columns begin amid sectors, so tiles of 112 columns and 192 rows serve them.
+COLUMNS = (32, 48, 64, 80, 88, 96, 112, 128, 160, 192, 256)
+
 
 def suits(case):
     """These kernels take head sizes of whole 16-byte pieces. All other sizes go to attn_fwd_any (test_cuda_any.py)."""
@@ -64,7 +67,7 @@ def test_case(case):
     verify(case)
 
 
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", COLUMNS)
 def test_tile_borders(d):
     """Lengths around the tiles of 64 .. 256 rows and of 64 .. 128 keys, with len_q below, at and above len_kv."""
     lengths = ((1, 1), (63, 65), (64, 64), (127, 129), (128, 128), (129, 81), (192, 192), (193, 300), (300, 79))
@@ -81,7 +84,7 @@ def test_many_short_sequences(causal):
         verify(Case(n, n, b=80, h=4, d=64, dtype="bf16", causal=causal))
 
 
-@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("d", (32, 64, 88, 128, 160, 256))
 @pytest.mark.parametrize("case", each(Case(300, 700, b=1), values=("rising", "falling", "huge", "wide")), ids=repr)
 def test_moving_maximum(case, d):
     verify(Case(**{**case.__dict__, "d": d, "dtype": "bf16"}))
@@ -89,7 +92,7 @@ def test_moving_maximum(case, d):
 
 @pytest.mark.parametrize("causal", BOTH)
 @pytest.mark.parametrize(
-    ("d", "rows", "n"), ((64, 50, 900), (64, 900, 900), (64, 1000, 1000), (128, 900, 900), (256, 900, 900))
+    ("d", "rows", "n"), ((64, 50, 900), (64, 900, 900), (64, 1000, 1000), *((d, 900, 900) for d in COLUMNS if d != 64))
 )
 def test_tiles_that_overflow_are_done_again(d, rows, n, causal):
     """The kernel walks keys from the last to the first. In every third head the scores grow towards the first key
@@ -112,7 +115,7 @@ def test_tiles_that_overflow_are_done_again(d, rows, n, causal):
 
 
 @pytest.mark.parametrize("causal", BOTH)
-@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("d", (32, 64, 72, 112, 128, 160, 256))
 def test_a_tile_done_again_stores_only_the_rows_that_failed(d, causal):
     """Rows of other warps have the same bits as without the row that overflows, because they are stored once."""
     torch.manual_seed(0)
@@ -128,7 +131,7 @@ def test_a_tile_done_again_stores_only_the_rows_that_failed(d, causal):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", COLUMNS)
 @pytest.mark.parametrize("window", ((-1, 0), (70, 20), (-1, 130)), ids=str)
 def test_what_v_holds_reaches_the_rows_that_see_it(window, d, dtype):
     """NaN and inf in V at two keys, in some columns. Rows that see neither key and other columns do not change."""
@@ -158,7 +161,7 @@ def kernels(request):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", COLUMNS)
 def test_extremes_that_are_seen(d, dtype):
     """Dense, and packed between other sequences. With more rows than keys, some rows see no key."""
     for len_q, len_kv in ((600, 600), (200, 700), (300, 140)):
@@ -178,7 +181,7 @@ def test_extremes_that_are_seen(d, dtype):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("d", (64, 80, 112, 128, 160, 256))
 def test_extremes_that_are_seen_with_dropout(d, dtype):
     """Heads with scores of -inf. A dropped element is multiplied by zero."""
     q, k, v = (x[:, :6] for x in with_extremes(300, 400, d, dtype))
@@ -226,7 +229,7 @@ MOSTLY_IDLE = [
 ]
 
 
-@pytest.mark.parametrize("d", (64, 128, 192))
+@pytest.mark.parametrize("d", (32, 64, 72, 112, 128, 160, 192))
 @pytest.mark.parametrize(("b", "len_q", "len_kv", "options"), MOSTLY_IDLE)
 def test_every_element_is_written(b, len_q, len_kv, options, d):
     """Few keys of many are visible, or few rows see a key."""
@@ -235,7 +238,7 @@ def test_every_element_is_written(b, len_q, len_kv, options, d):
     poisoned_repeats(lambda: flash_attn_func(q, k, v, return_attn_probs=True, **options)[:2], REPEATS)
 
 
-@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("d", (32, 64, 72, 128, 160, 256))
 @pytest.mark.parametrize("causal", BOTH)
 def test_every_element_is_written_of_sequences_mostly_empty(causal, d):
     """3000 packed sequences, most of which have no row, no key or both."""
@@ -349,7 +352,7 @@ def test_beyond_2_to_the_31_elements():
 
 
 DROPPED = each(
-    Case(150, 200, h=4, h_kv=2, dtype="bf16"), d=(40, 64, 72, 128, 192, 256), causal=BOTH, dropout=(0.17, 0.6)
+    Case(150, 200, h=4, h_kv=2, dtype="bf16"), d=(40, 64, 72, 104, 128, 160, 192, 256), causal=BOTH, dropout=(0.17, 0.6)
 )
 
 

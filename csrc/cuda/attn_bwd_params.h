@@ -8,8 +8,8 @@
 /* The product 2 x FA_HEADS_INVERSE(heads) has 64 bits. Its upper 32 bits are x / heads, where x heads < 2^31. */
 #define FA_HEADS_INVERSE(heads) ((1u << 31) / (unsigned)(heads) + 1)
 
-/* Columns of the sums of dQ, for a tile of d columns. Behind whole chunks of 64 they are at least 32: a warp's result in
- * 16 bits is a box of TMA, and takes the place of the warp's sums. */
+/* Columns of the sums of dQ, for a tile of d columns. Behind whole chunks of 64 they are at least 32: a warp's result
+ * in 16 bits is a box of TMA, and takes the place of the warp's sums. */
 #define FA_SLAB_COLUMNS(d) ((d) % 64 > 0 && (d) % 64 < 32 ? (d) / 64 * 64 + 32 : (d))
 
 /* A tensor [b, row, h, d] that is accessed without TMA. Strides count elements. Packed tensors have stride_b 0. */

@@ -24,7 +24,7 @@ enum { O_WAIT_AFTER_EXP = 0, O_WAIT_AMID_EXP = 1, O_WAIT_BEFORE_EXP = 2 };
 
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
-/* The length of a row of a swizzled chunk of Q, K and V: 64 bytes where these fill whole chunks and 128 bytes do not. */
+/* The length of a row of a swizzled chunk of Q, K and V: 64 bytes where these fill whole chunks and 128 do not. */
 constexpr bool fills_chunks(int row_bytes) {
     return D_QK * element::BYTES % row_bytes == 0 && D_V * element::BYTES % row_bytes == 0;
 }
