@@ -21,7 +21,8 @@ def kernels_before_hopper():
 
 
 CALM = [case for case in DENSE + PACKED if case.values != "huge"]
-MANY_TILES = each(Case(300, 517, b=1, h=3, h_kv=1), d=(64, 96, 128, 192, 256), dtype=HALF, causal=BOTH)
+WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)  # columns that tiles multiply
+MANY_TILES = each(Case(300, 517, b=1, h=3, h_kv=1), d=WIDTHS, dtype=HALF, causal=BOTH)
 
 
 @pytest.mark.parametrize("case", in_dtypes(DENSE + PACKED, HALF) + in_turns(TILES + WINDOWS, HALF), ids=repr)
@@ -53,7 +54,7 @@ def randn(*shape):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
-@pytest.mark.parametrize("d", (8, 64, 72, 96, 128, 160, 192, 256))
+@pytest.mark.parametrize("d", (8, 40, 72, 104, *WIDTHS))
 def test_the_kernel_takes_plain_calls(d):
     q = randn(1, 70, 2, d)
     plan = explain(flash_attn_func, q, q, q)
@@ -61,7 +62,7 @@ def test_the_kernel_takes_plain_calls(d):
 
 
 @pytest.mark.parametrize("causal", BOTH)
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", WIDTHS)
 @pytest.mark.parametrize("packed", BOTH)
 def test_repeats_of_a_fixed_order_are_bitwise_equal(d, causal, packed):
     """dk and dv repeat without a fixed order, too. Several key tiles add to each row of dq."""
@@ -87,7 +88,7 @@ def test_repeats_of_a_fixed_order_are_bitwise_equal(d, causal, packed):
         torch.testing.assert_close(mine, generic, rtol=0, atol=0.01 * generic.abs().max().item())
 
 
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", WIDTHS)
 def test_heads_that_are_walked_together_do_not_change_results(d):
     """With a causal mask so many heads are several groups. A sequence alone has one, and packed heads have others."""
     torch.manual_seed(0)
@@ -114,7 +115,7 @@ def test_heads_that_are_walked_together_do_not_change_results(d):
     assert all(torch.equal(x.view_as(y), y) for x, y in zip(packed_gradients[1:], gradients[1:], strict=True))
 
 
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", WIDTHS)
 @pytest.mark.parametrize("causal", BOTH)
 def test_scores_that_rise_or_are_huge(d, causal):
     """Each key has a larger score than the keys after it, by more than the maximum may lag behind. In the second half
@@ -132,7 +133,7 @@ def test_scores_that_rise_or_are_huge(d, causal):
     torch.testing.assert_close(found[1].double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", WIDTHS)
 @pytest.mark.parametrize("causal", BOTH)
 def test_nan_in_v_stays_where_it_is_seen(d, causal):
     """The last keys of v hold NaN and infinities. Rows that do not see these keys keep their output."""
@@ -160,7 +161,7 @@ def test_rows_that_belong_to_nobody(causal):
     assert out[:20].isfinite().all() and out[30:50].isfinite().all() and out[:20].any()
 
 
-@pytest.mark.parametrize("d", (64, 96, 128, 192, 256))
+@pytest.mark.parametrize("d", WIDTHS)
 @pytest.mark.parametrize("what", ("keys", "rows"))
 def test_nan_stays_where_it_is_seen(d, what):
     """The last key, or the first row, holds NaN. With a causal mask the others have the gradients of a call without."""

@@ -75,19 +75,30 @@ def test_kernel(plan, numbers, kernel):
     assert all(re.fullmatch(r"attn_fwd_sm90_d\d+(v\d+)?_q\d+kv\d+: .+", line) for line in ruled_out)
 
 
+# Tiles where an SM has 163 KiB of shared memory or more, and where it has 100 KiB.
+BIG = (
+    "d32_q128kv64s2", "d48_q128kv64s2", "d64_q128kv64s2", "d80_q128kv64s2", "d96_q128kv64s2", "d112_q128kv32s2",
+    "d128_q128kv32s2", "d160_q128kv64s2", "d192_q128kv64s2", "d256_q128kv64s1",
+)  # fmt: skip
+SMALL = (
+    "d32_q128kv64s2", "d48_q128kv64s2", "d64_q128kv64s2r", "d80_q128kv64s1", "d96_q128kv48s1", "d128_q256kv32s1",
+    "d128_q256kv32s1", "d160_q128kv64s1", "d192_q128kv48s1", "d256_q128kv32s1",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (80, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q128kv64s2", "d256_q128kv64s1")),
-        (86, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
-        (89, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
-        (100, ("d64_q128kv64s2", "d96_q128kv64s2", "d128_q128kv32s2", "d192_q128kv64s2", "d256_q128kv64s2")),
-        (120, ("d64_q128kv64s2r", "d96_q128kv48s1", "d128_q256kv32s1", "d192_q128kv48s1", "d256_q128kv32s1")),
+        (80, BIG),
+        (86, SMALL),
+        (89, SMALL),
+        (100, (*BIG[:-1], "d256_q128kv64s2")),
+        (120, SMALL),
     ],
     ids=str,
 )
 def test_the_forward_before_hopper_takes_tiles_for_which_there_is_shared_memory(plan, capability, names):
-    for d, name in zip((8, 72, 104, 136, 200), names, strict=True):
+    for d, name in zip((8, 40, 56, 72, 88, 104, 120, 136, 168, 200), names, strict=True):
         assert plan(capability=capability, d=d).split()[0] == f"attn_fwd_sm80_bf16_{name}"
 
 
@@ -205,7 +216,7 @@ def test_kernels_before_hopper_are_built_ahead_where_a_plan_takes_them(plan, cap
         if "_sm80_" in name and arch == 0 and flash_attn_2_cuda.cuda_kernel_is_taken(family, row, features, capability)
     }
     planned = set()
-    for d in (64, 96, 128, 192, 256):
+    for d in (32, 48, 64, 80, 96, 112, 128, 160, 192, 256):
         for dtype in (0, 1):
             for numbers in ({"len_q": 300}, {"pass": 1}, *({"used": 1, "len_q": n} for n in (8, 16, 32))):
                 planned.add(plan(capability=capability, d=d, dtype=dtype, **numbers).split()[0])

@@ -157,25 +157,31 @@ def test_what_the_backward_on_hopper_does_not_serve(plan, numbers, words):
     assert any(line.startswith("attn_bwd_sm90: ") and words in line for line in ruled_out)
 
 
+# Tiles from 72 columns on where an SM has 163 KiB of shared memory or more, and from 40 on where it has 100 KiB.
+WIDE = ("d96_q64kv128w8g2", "d128_q64kv128w8g2", "d160_q64kv64w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")
+SMALL = ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None, None)
+
+
 @pytest.mark.parametrize(
     ("capability", "names"),
     [
-        (80, ("d64_q64kv256w8", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
-        (86, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (87, ("d64_q64kv256w8", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
-        (89, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
-        (100, ("d64_q64kv128w4", "d96_q64kv128w8g2", "d128_q64kv128w8g2", "d192_q64kv64w8g2", "d256_q64kv64w8g2")),
-        (120, ("d64_q64kv128w8", "d128_q32kv128w8", "d128_q32kv128w8", None, None)),
+        (80, ("d32_q64kv128w4", "d64_q64kv256w8", *WIDE)),
+        (86, ("d32_q64kv128w8", *SMALL)),
+        (87, ("d32_q64kv128w4", "d64_q64kv256w8", *WIDE)),
+        (89, ("d32_q64kv128w8", *SMALL)),
+        (100, ("d32_q64kv128w4", "d48_q64kv128w4", *WIDE)),
+        (120, ("d32_q64kv128w8", *SMALL)),
     ],
     ids=str,
 )
 def test_the_backward_before_hopper_takes_tiles_for_which_there_is_shared_memory(plan, capability, names):
-    for d, name in zip((8, 72, 104, 136, 200), names, strict=True):
+    for d, name in zip((8, 40, 72, 104, 136, 168, 200), names, strict=True):
         first, *ruled_out = plan(**{"pass": 1}, capability=capability, d=d).splitlines()
         if name:
             assert first.split()[0] == f"attn_bwd_sm80_bf16_{name}"
             in_fp16 = plan(**{"pass": 1}, capability=capability, d=d, dtype=0).split()[0]
-            assert in_fp16 == f"attn_bwd_sm80_fp16_{name.removesuffix('g2')}"  # two groups of warps are for bf16
+            one_group = name.removesuffix("g2").replace("d160", "d192")  # two groups of warps are for bf16
+            assert in_fp16 == f"attn_bwd_sm80_fp16_{one_group}"
         else:
             assert first.startswith("attn_bwd_any_bf16_") and any("in this GPU's shared memory" in x for x in ruled_out)
 

@@ -14,8 +14,7 @@
 #include "quads.cuh"
 #include "score.cuh"
 
-constexpr int NUM_WARPS = 4, PIECES = HEAD_DIM / 32; /* pieces of 32 columns */
-static_assert(HEAD_DIM % 32 == 0, "a warp makes 16 rows and 32 columns at a time");
+constexpr int NUM_WARPS = 4, PIECES = (HEAD_DIM + 31) / 32; /* pieces of 32 columns */
 
 DEVICE void finish(const params &p, const sequence &s, int head, int first_row) {
     const fa_cuda_problem &a = p.problem;
@@ -29,7 +28,8 @@ DEVICE void finish(const params &p, const sequence &s, int head, int first_row) 
 #pragma unroll
         for (int c = 0; c < 4; c++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) x[4 * c + e] = sums_at(p, slab, block, 4 * piece + c, lane)[32 * e];
+            for (int e = 0; e < 4; e++)
+                x[4 * c + e] = 4 * piece + c < HEAD_DIM / 8 ? sums_at(p, slab, block, 4 * piece + c, lane)[32 * e] : 0;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int own_row = row + lane / 4 + 8 * half;

@@ -19,7 +19,7 @@ constexpr bool IS_LATE = LATE == 2, TRIES_FIRST = IS_LATE && STAGES == 2 && !SCO
 constexpr bool STORES_EARLY = SPLIT > 1 && STAGES == 2;
 
 static_assert(!SWIZZLES || BLOCK_KV == 64, "a row of P has eight pieces");
-static_assert(8 * OWN_COLUMNS % 32 == 0, "a quad stores 32 columns");
+static_assert(8 * OWN_COLUMNS % 32 == 0 || !SWIZZLES, "swizzled strips have 32 columns");
 static_assert(OWN_KEYS % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
 static_assert(SPLIT == 1 || (IS_LATE && !Q_REGS), "P goes through shared memory");
 static_assert(SPLIT <= 2, "a row has 4 floats: a maximum, parts, and is_careful");
