@@ -266,12 +266,13 @@ BENCH_FEW = [
 # bench_peers.py: (problem, case). All heads have 2048 columns together, fewer where heads do not fill them. A problem
 # has 16k tokens, 32k of length 32768. The packed problem has the lengths of benchmarks/_gpu.py.
 FULL = (-1, -1)
+COLUMNS = 32, 40, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 256
 BENCH_PEERS = [
     (problem, Case(len_q, len_kv, b, h, max(1, h // group), d, dtype, causal=causal, window=window))
     for problem, len_q, len_kv, b, group, dims, dtype, window in (
         *((f"{n} tokens", n, n, 16384 // n, 1, (64, 128, 256), "bf16", FULL) for n in (128, 256, 512, 1024)),
         ("2048 tokens", 2048, 2048, 8, 1, (64,), "bf16", FULL),
-        ("4096 tokens", 4096, 4096, 4, 1, (32, 64, 72, 80, 96, 112, 128, 160, 192, 256), "bf16", FULL),
+        ("4096 tokens", 4096, 4096, 4, 1, COLUMNS, "bf16", FULL),
         ("8192 tokens", 8192, 8192, 2, 1, (64,), "bf16", FULL),
         ("16384 tokens", 16384, 16384, 1, 1, (64, 128, 256), "bf16", FULL),
         ("32768 tokens", 32768, 32768, 1, 1, (64,), "bf16", FULL),

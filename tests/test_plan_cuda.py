@@ -81,7 +81,7 @@ BIG = (
     "d128_q128kv32s2", "d160_q128kv64s2", "d192_q128kv64s2", "d256_q128kv64s1",
 )  # fmt: skip
 SMALL = (
-    "d32_q128kv64s2", "d48_q128kv64s2", "d64_q128kv64s2r", "d80_q128kv64s1", "d96_q128kv48s1", "d128_q256kv32s1",
+    "d32_q128kv64s2", "d48_q128kv64s2", "d64_q128kv64s2r", "d80_q128kv64s1", "d96_q128kv48s1", "d112_q128kv32s1",
     "d128_q256kv32s1", "d160_q128kv64s1", "d192_q128kv48s1", "d256_q128kv32s1",
 )  # fmt: skip
 
