@@ -489,6 +489,7 @@ def test_the_value_of_an_index_is_not_known(use):
         (lambda x: torch.sort(x), "sort"),
         (lambda x: x.cumsum(0), "cumsum"),
         (lambda x: x.add_(1), "add_"),
+        (lambda x: x[None].float().view(torch.int32)[0] > 3, "view with a dtype"),
         (lambda x: torch.lgamma(x), "lgamma"),
         (lambda x: torch.zeros(9, dtype=torch.float8_e5m2)[x] > 3, "float8_e5m2"),
     ],
