@@ -520,6 +520,8 @@ def _fold(call, op, nodes, dtype):
     total = nodes[0]
     for node in nodes[1:]:
         total = _emit(call.builder, instruction, dtype, total, node)
+    if op in ("maximum", "minimum") and len(nodes) > 2 and TYPES[dtype] in (F32, F64):
+        call.builder.rules[total] = ("extreme", *nodes)  # of two elements it is that of the instruction
     return total
 
 
