@@ -235,6 +235,8 @@ class Trace:
             args = [self.child(number, "{0}.args[{1}]", i) for i in range(len(value.args))]
             words = {name: self.child(number, "{0}.keywords[{1}]", name) for name in value.keywords}
             return functools.partial(self.child(number, "{0}.func"), *args, **words)
+        if isinstance(value, functools._lru_cache_wrapper):  # it would keep objects of the trace
+            return self.child(number, "{0}.__wrapped__")
         if isinstance(value, (tuple, list)):
             if type(value) not in (tuple, list):
                 self._classes.append((number, type))  # its methods are no copies

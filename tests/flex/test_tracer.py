@@ -283,6 +283,7 @@ READERS = {
     "globals()": lambda b, h, q, k: q - k < globals()["REACH"],
     "sys.modules": lambda b, h, q, k: q - k < sys.modules["setting_of_a_mod"].reach,
     "os.environ": lambda b, h, q, k: q - k < int(os.environ["REACH_OF_A_MOD"]),
+    "a cached function": lambda b, h, q, k: q - k < _cached(REACH) + _cached(NUMBER) * TABLES.of(REACH),
     "a bound builtin": lambda b, h, q, k: q - k < GET("reach"),
     "an attribute that was missing": lambda b, h, q, k: q - k < getattr(LATER, "reach", 1),
     "an attribute of a tensor": lambda b, h, q, k: q - k < getattr(TENSOR, "reach", 1),
@@ -294,6 +295,20 @@ READERS = {
     "a member of an IntEnum": lambda b, h, q, k: q >= k if LEVEL is Level.LOW else q <= k,
     "the sign of 0": lambda b, h, q, k: q >= k if math.copysign(1, ZERO) > 0 else q <= k,
 }
+
+
+@functools.cache
+def _cached(n):
+    return n * 2 + 1
+
+
+class Tables:
+    @functools.lru_cache(4)  # noqa: B019
+    def of(self, n):
+        return torch.arange(int(n))[-1]
+
+
+TABLES = Tables()
 FURTHER, PAIR, FLAG, NUMBER, LEVEL, ZERO = Further(), Pair(2), True, 3, Level.LOW, 0.0
 LATER, TENSOR, SOURCE = types.SimpleNamespace(), torch.zeros(3), {"reach": 2}
 GET = SOURCE.get
