@@ -284,6 +284,7 @@ READERS = {
     "sys.modules": lambda b, h, q, k: q - k < sys.modules["setting_of_a_mod"].reach,
     "os.environ": lambda b, h, q, k: q - k < int(os.environ["REACH_OF_A_MOD"]),
     "a cached function": lambda b, h, q, k: q - k < _cached(REACH) + _cached(NUMBER) * TABLES.of(REACH),
+    "a cache of a class": lambda b, h, q, k: q - k < Memory.of(REACH) + Memory.last(REACH)[-1],
     "a bound builtin": lambda b, h, q, k: q - k < GET("reach"),
     "an attribute that was missing": lambda b, h, q, k: q - k < getattr(LATER, "reach", 1),
     "an attribute of a tensor": lambda b, h, q, k: q - k < getattr(TENSOR, "reach", 1),
@@ -306,6 +307,21 @@ class Tables:
     @functools.lru_cache(4)  # noqa: B019
     def of(self, n):
         return torch.arange(int(n))[-1]
+
+
+class Memory:
+    known = {}
+
+    @classmethod
+    def of(cls, n):
+        if n not in cls.known:
+            cls.known[n] = n + 1
+        return cls.known[n]
+
+    @staticmethod
+    @functools.cache
+    def last(n):
+        return torch.arange(int(n)) + n
 
 
 TABLES = Tables()
