@@ -1,5 +1,6 @@
 """Tracing: the catalogue of mods against torch, the cache of traces, and errors."""
 
+import collections
 import enum
 import functools
 import math
@@ -285,6 +286,9 @@ READERS = {
     "os.environ": lambda b, h, q, k: q - k < int(os.environ["REACH_OF_A_MOD"]),
     "a cached function": lambda b, h, q, k: q - k < _cached(REACH) + _cached(NUMBER) * TABLES.of(REACH),
     "a cache of a class": lambda b, h, q, k: q - k < Memory.of(REACH) + Memory.last(REACH)[-1],
+    "a dict of a class": lambda b, h, q, k: q - k < NAMED["reach"] - NAMED.get("reach") + COUNTS["none"],
+    "a list with items of its own": lambda b, h, q, k: q - k < LONGER[0] + LONGER.further - sum(LONGER),
+    "a tuple of a class": lambda b, h, q, k: q - k < WIDER[1] - 3,
     "a bound builtin": lambda b, h, q, k: q - k < GET("reach"),
     "an attribute that was missing": lambda b, h, q, k: q - k < getattr(LATER, "reach", 1),
     "an attribute of a tensor": lambda b, h, q, k: q - k < getattr(TENSOR, "reach", 1),
@@ -324,6 +328,26 @@ class Memory:
         return torch.arange(int(n)) + n
 
 
+class Named(dict):
+    def __getitem__(self, name):
+        return super().__getitem__(name) * 2 + REACH
+
+
+class Longer(list):
+    def __init__(self, *items):
+        super().__init__(items)
+        self.further = 3
+
+    def __getitem__(self, place):
+        return super().__getitem__(place) * 2
+
+
+class Wider(tuple):
+    def __getitem__(self, place):
+        return super().__getitem__(place) + REACH
+
+
+NAMED, COUNTS, LONGER, WIDER = Named(reach=1), collections.Counter(some=3), Longer(1, 2), Wider((1, 2))
 TABLES = Tables()
 FURTHER, PAIR, FLAG, NUMBER, LEVEL, ZERO = Further(), Pair(2), True, 3, Level.LOW, 0.0
 LATER, TENSOR, SOURCE = types.SimpleNamespace(), torch.zeros(3), {"reach": 2}
