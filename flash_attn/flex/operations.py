@@ -129,6 +129,8 @@ def value_of(trace, x):
     """Returns a Value with the elements of anything that an operation takes."""
     if isinstance(x, Value):
         return x
+    if type(x).__module__ == "numpy" and getattr(x, "shape", None) == ():
+        x = x.item()  # NumPy's number, such as numpy.int64(3); NumPy need not be there
     if isinstance(x, torch.Tensor):
         x = trace.constant_tensor(x)
     if isinstance(x, Capture):

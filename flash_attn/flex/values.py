@@ -122,6 +122,8 @@ class Number(Bound):
 class _Tensor(Traced):
     """The methods of torch.Tensor."""
 
+    __array_ufunc__ = None  # a number of NumPy leaves its operators to ours
+
     def __getattr__(self, name):
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"a tensor has no attribute {name!r}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fresh_python
+import numpy as np
 import pytest
 import torch
 from catalogue import CATALOGUE
@@ -289,6 +290,7 @@ READERS = {
     "a dict of a class": lambda b, h, q, k: q - k < NAMED["reach"] - NAMED.get("reach") + COUNTS["none"],
     "a list with items of its own": lambda b, h, q, k: q - k < LONGER[0] + LONGER.further - sum(LONGER),
     "a tuple of a class": lambda b, h, q, k: q - k < WIDER[1] - 3,
+    "a number of NumPy": lambda b, h, q, k: q - k < (COUNT * k) // ARRAY[0] + ARRAY[1] - np.prod((COUNT, 1)),
     "a bound builtin": lambda b, h, q, k: q - k < GET("reach"),
     "an attribute that was missing": lambda b, h, q, k: q - k < getattr(LATER, "reach", 1),
     "an attribute of a tensor": lambda b, h, q, k: q - k < getattr(TENSOR, "reach", 1),
@@ -348,6 +350,7 @@ class Wider(tuple):
 
 
 NAMED, COUNTS, LONGER, WIDER = Named(reach=1), collections.Counter(some=3), Longer(1, 2), Wider((1, 2))
+COUNT, ARRAY = np.int64(2), np.array([3, 5])
 TABLES = Tables()
 FURTHER, PAIR, FLAG, NUMBER, LEVEL, ZERO = Further(), Pair(2), True, 3, Level.LOW, 0.0
 LATER, TENSOR, SOURCE = types.SimpleNamespace(), torch.zeros(3), {"reach": 2}
@@ -378,6 +381,8 @@ def test_whatever_a_mod_reads_is_read_again(mod, monkeypatch):
             changed.setattr(names["TENSOR"], "reach", 4, raising=False)
             changed.setitem(names, "PAIR", Pair(3))
             changed.setitem(SOURCE, "reach", 5)
+            changed.setitem(names, "COUNT", np.int64(1))
+            changed.setitem(names, "ARRAY", np.array([3, 7]))
             changed.setenv("REACH_OF_A_MOD", "5")
             for owner in (LATER, _imports):
                 changed.setattr(owner, "reach", 4, raising=False)
