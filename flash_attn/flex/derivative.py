@@ -87,6 +87,9 @@ class _Reverse:
             name, operands = self.rules[node]
             if name == "detach":
                 return
+            if name == "extreme":
+                yield from _shares(on, grad, node, operands, self.depends)
+                return
             yield operands[0], FORMULAS[name](on, grad, *operands)
             return
         for operand, rule in zip(operands, RULES[op]):
@@ -111,6 +114,9 @@ class _Arithmetic:
 
     def times(self, x, number):
         return self.mul(x, self.number(number))
+
+    def to_number(self, x):
+        return self.builder.convert(x, self.type)
 
     def to(self, x, node):
         """Converts to the type of another instruction."""
@@ -215,6 +221,18 @@ def _softplus(on, g, x, beta, threshold):
     power = on.exp(scaled)
     slope = on.divide(power, on.add(power, on.number(1.0)))
     return on.where(on.compare("lt", threshold, scaled), g, on.mul(g, slope))
+
+
+def _shares(on, g, y, elements, depends):
+    """Of the largest or least of several elements: those that have this value share the gradient."""
+    wins = [on.compare("eq", x, y) for x in elements]
+    count = on.to_number(wins[0])
+    for win in wins[1:]:
+        count = on.add(count, on.to_number(win))
+    share = on.divide(g, count)
+    for x, win in zip(elements, wins):
+        if x in depends:
+            yield x, on.where(win, share, on.number(0.0))
 
 
 FORMULAS = {"sigmoid": _sigmoid, "silu": _silu, "softplus": _softplus}

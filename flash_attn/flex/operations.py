@@ -20,7 +20,22 @@ def operate(trace, name, function, args, kwargs):
     name = ALIASES.get(name, name)
     if name not in OPERATIONS:
         trace.fail(f"a mod cannot use {name}")
-    return OPERATIONS[name](Call(trace, name, function, args, kwargs))
+    return OPERATIONS[name](Call(trace, name, function, *_in_places(name, args, kwargs)))
+
+
+def _in_places(name, args, kwargs):
+    """Operands that have come by their names are put where they stand by position."""
+    kwargs = dict(kwargs)
+    names = (("condition",), ("input", "self"), ("other",)) if name == "where" else OPERANDS
+    for at in names[len(args) :]:
+        given = next((x for x in at if x in kwargs), None)
+        if given is None:
+            break
+        args = (*args, kwargs.pop(given))
+    return args, kwargs
+
+
+OPERANDS = ("input", "self"), ("other", "exponent")
 
 
 class Call:
@@ -114,6 +129,8 @@ def value_of(trace, x):
     """Returns a Value with the elements of anything that an operation takes."""
     if isinstance(x, Value):
         return x
+    if type(x).__module__ == "numpy" and getattr(x, "shape", None) == ():
+        x = x.item()  # NumPy's number, such as numpy.int64(3); NumPy need not be there
     if isinstance(x, torch.Tensor):
         x = trace.constant_tensor(x)
     if isinstance(x, Capture):
@@ -150,8 +167,6 @@ def _arithmetic(op):
         meta, operands = call.meta(), call.args[:2]
         if op.startswith(("bit_", "shift_")) and meta.dtype.is_floating_point:
             call.trace.fail(f"a mod cannot use {call.name} with {meta.dtype}", TypeError)
-        if len(call.args) == 1 and "other" in call.kwargs:
-            operands = (call.args[0], call.kwargs["other"])
         nodes = [call.operand(x, meta.dtype, meta.shape) for x in operands]
         scale = call.kwargs.get("alpha", 1)
         if not (isinstance(scale, int) and scale == 1):
@@ -174,7 +189,9 @@ def _emit(builder, op, dtype, *operands):
 
 
 def _reflected_subtraction(call):
-    call.args, call.function = (call.args[1], call.args[0], *call.args[2:]), operator.sub
+    scale = call.kwargs.pop("alpha", 1)
+    less = call.args[0] if isinstance(scale, int) and scale == 1 else call.args[0] * scale
+    call.args, call.function = (call.args[1], less), operator.sub
     return _arithmetic("sub")(call)
 
 
@@ -242,6 +259,18 @@ def _unary(op):
         return call.result((_emit(call.builder, op, meta.dtype, n) for n in nodes), meta.dtype, meta.shape)
 
     return compute
+
+
+def _round(call):
+    """To the nearest integer, or to the nearest multiple of a power of ten."""
+    decimals = operator.index(call.kwargs.get("decimals", 0))
+    meta = call.meta()
+    if decimals == 0 or TYPES[meta.dtype] not in (F32, F64):
+        return _unary("round")(call)
+    on = _Arithmetic(call.builder, meta.dtype)
+    power, nodes = on.number(10.0 ** abs(decimals)), call.operand(call.args[0], meta.dtype, meta.shape)
+    enlarge, reduce = (on.mul, on.divide) if decimals > 0 else (on.divide, on.mul)
+    return call.result((reduce(on.round(enlarge(n, power)), power) for n in nodes), meta.dtype, meta.shape)
 
 
 def _composed(formula):
@@ -439,6 +468,8 @@ def _view(call):
             return call.result(call.operand(value, dtype, value.shape), dtype, value.shape)
         return x
 
+    if any(isinstance(x, torch.dtype) for x in parts_of((call.args, call.kwargs))):
+        call.trace.fail(f"a mod cannot use {call.name} with a dtype; bits have no instruction")
     meta = call.meta()
     several = isinstance(meta, (tuple, list))
     dtype = (meta[0] if several else meta).dtype
@@ -472,6 +503,16 @@ def _reduction(op):
     return compute
 
 
+def _extreme(op):
+    """``amax`` and ``amin``. ``torch.max`` of two tensors compares element by element."""
+
+    def compute(call):
+        is_of_two = len(call.args) > 1 and isinstance(call.args[1], (Value, Capture, torch.Tensor))
+        return (_arithmetic if is_of_two else _reduction)(op)(call)
+
+    return compute
+
+
 def _fold(call, op, nodes, dtype):
     if not nodes:
         if op in ("maximum", "minimum"):
@@ -481,6 +522,8 @@ def _fold(call, op, nodes, dtype):
     total = nodes[0]
     for node in nodes[1:]:
         total = _emit(call.builder, instruction, dtype, total, node)
+    if op in ("maximum", "minimum") and len(nodes) > 2 and TYPES[dtype] in (F32, F64):
+        call.builder.rules[total] = ("extreme", *nodes)  # of two elements it is that of the instruction
     return total
 
 
@@ -669,6 +712,7 @@ OPERATIONS = {
     "clamp_max": _clamp_one_side("max"),
     "where": _where,
     "masked_fill": _masked_fill,
+    "round": _round,
     "square": _composed(lambda on, x, call: on.mul(x, x)),
     "reciprocal": _composed(lambda on, x, call: on.divide(on.number(1.0), x)),
     "rsqrt": _composed(lambda on, x, call: on.divide(on.number(1.0), on.sqrt(x))),
@@ -686,8 +730,8 @@ OPERATIONS = {
     "prod": _reduction("mul"),
     "any": _reduction("any"),
     "all": _reduction("all"),
-    "amax": _reduction("maximum"),
-    "amin": _reduction("minimum"),
+    "amax": _extreme("maximum"),
+    "amin": _extreme("minimum"),
     "mean": _mean,
     "dot": _dot,
     "getitem": _getitem,
@@ -700,7 +744,7 @@ OPERATIONS = {
     "new_full": _filled(None),
     "full_like": _filled(None),
 }
-for _op in "neg abs sign sqrt exp exp2 log log2 log10 log1p expm1 tanh sin cos tan erf floor ceil round trunc".split():
+for _op in "neg abs sign sqrt exp exp2 log log2 log10 log1p expm1 tanh sin cos tan erf floor ceil trunc".split():
     OPERATIONS[_op] = _unary(_op)
 for _op in "to float double half bfloat16 int long short char byte bool type".split():
     OPERATIONS[_op] = _convert

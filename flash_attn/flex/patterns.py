@@ -3,13 +3,16 @@
 A call with such mods and nothing else runs on the kernels of ``flash_attn_func``, which need no code of the mod.
 """
 
+import ctypes
 import struct
 
 import torch
 
-from .program import F64, I64
+from .program import BOOL, F32, F64, I64
 
 MOST = 1 << 40  # no sum of such numbers and indices leaves int64
+MOST_VISITED = 128  # instructions: a window has fewer, and what many others share would be visited again and again
+CONVERSIONS = {BOOL: bool, I64: int, F32: lambda x: ctypes.c_float(x).value, F64: float}
 
 
 class _Tree:
@@ -18,22 +21,33 @@ class _Tree:
     def __init__(self, program, numbers):
         self.nodes, self.types = program.builder.nodes, program.builder.types
         self.result = program.result
-        self._numbers = dict(zip(program.params, numbers))
+        self._numbers, self._left = dict(zip(program.params, numbers)), MOST_VISITED
+
+    def visit(self, node):
+        """An instruction. Its op is None if too many have been visited."""
+        self._left -= 1
+        return self.nodes[node] if self._left >= 0 else (None, None, (), ())
 
     def number(self, node):
         """The value of a constant or a parameter, or None."""
-        op, type, words, operands = self.nodes[node]
-        if op == "param":
-            return self._numbers[words[0]]
-        if op == "convert":
-            return self.number(operands[0])
-        if op != "constant":
+        types = []
+        while self.nodes[node][0] == "convert":
+            types.append(self.nodes[node][1])
+            node = self.nodes[node][3][0]
+        op, type, words, _ = self.nodes[node]
+        if op not in ("constant", "param"):
             return None
-        return struct.unpack("=d" if type == F64 else "=q", struct.pack("=2I", *words))[0]
+        bits = None if op == "param" else struct.pack("=2I", *words)
+        number = self._numbers[words[0]] if bits is None else struct.unpack("=d" if type == F64 else "=q", bits)[0]
+        for type in reversed(types):
+            if type == I64 and not abs(number) <= MOST:
+                return None  # NaN and infinity are no integers
+            number = CONVERSIONS[type](number)
+        return number
 
     def line(self, node):
         """``(a, b, c)`` of an integer a q_idx + b kv_idx + c, or None."""
-        op, type, _, operands = self.nodes[node]
+        op, type, _, operands = self.visit(node)
         if type != I64:
             return None
         if op in ("q_idx", "kv_idx"):
@@ -52,7 +66,7 @@ class _Tree:
 
 def _bounds(tree, node):
     """``(left, right)`` of a mask q_idx - left <= kv_idx <= q_idx + right, with None for no bound; or None."""
-    op, _, _, operands = tree.nodes[node]
+    op, _, _, operands = tree.visit(node)
     if op == "bit_and":
         both = [_bounds(tree, x) for x in operands]
         if None in both:

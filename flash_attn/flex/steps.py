@@ -26,7 +26,7 @@ def kind(value):
     if isinstance(value, (tuple, list)):
         return type(value), len(value)
     if isinstance(value, dict):
-        return dict, tuple(value)
+        return type(value), tuple(value)
     if isinstance(value, functools.partial):
         return functools.partial, len(value.args), tuple(value.keywords)
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):

@@ -7,6 +7,7 @@ for each mod of the same code (:mod:`flash_attn.flex.steps`). Operations are in 
 """
 
 import builtins
+import collections
 import dis
 import enum
 import functools
@@ -37,6 +38,7 @@ from .values import (
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 FUNCTIONS = torch.autograd.function.__file__  # no place in a mod
+CONTAINERS = (tuple, list, dict, collections.OrderedDict)  # of which the copy sees a tuple, a list or a dict
 
 
 class Program:
@@ -235,13 +237,10 @@ class Trace:
             args = [self.child(number, "{0}.args[{1}]", i) for i in range(len(value.args))]
             words = {name: self.child(number, "{0}.keywords[{1}]", name) for name in value.keywords}
             return functools.partial(self.child(number, "{0}.func"), *args, **words)
-        if isinstance(value, (tuple, list)):
-            if type(value) not in (tuple, list):
-                self._classes.append((number, type))  # its methods are no copies
-            items = [self.child(number, "{0}[{1}]", i) for i in range(len(value))]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, dict):
-            return {name: self.child(number, "{0}[{1}]", name) for name in value}
+        if isinstance(value, functools._lru_cache_wrapper):  # it would keep objects of the trace
+            return self.child(number, "{0}.__wrapped__")
+        if isinstance(value, (tuple, list, dict)):
+            return self._container(number, value)
         if isinstance(value, (type, types.ModuleType)) and not is_known(value):
             return self._object(number, value) if isinstance(value, types.ModuleType) else self._class(number, value)
         if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not is_constant(value):
@@ -252,6 +251,32 @@ class Trace:
             return self._object(number, value)  # an instance of a class of Python
         self.holds_once = True  # whether another mod has the same value is not known
         return value
+
+    def _container(self, number, value):
+        """The same container of what the copy sees. A class may have another way to read its items."""
+        is_plain, base = type(value) in CONTAINERS, next(x for x in (tuple, list, dict) if isinstance(value, x))
+        names = value if base is dict else range(len(value))
+        template = "{0}[{1}]" if is_plain else base.__name__ + ".__getitem__({0}, {1})"
+        items = [self.child(number, template, name) for name in names]
+        if is_plain:
+            return dict(zip(names, items)) if base is dict else base(items)
+        if base is not dict:
+            self._classes.append((number, type))  # its methods are no copies
+            if hasattr(value, "_fields"):
+                return type(value)(*items)
+            if is_known(type(value)):
+                return type(value)(items)
+        self.holds_once = True  # its methods may read anything
+        copy = base.__new__(type(value), *([items] if base is tuple else []))
+        if base is dict:
+            dict.update(copy, zip(names, items))
+        elif base is list:
+            list.extend(copy, items)
+        if isinstance(value, collections.defaultdict):
+            copy.default_factory = value.default_factory
+        if hasattr(value, "__dict__"):
+            copy.__dict__.update(vars(value))
+        return copy
 
     def _again(self, number, value):
         """What the copy sees of a value that it has reached before. Other mods must reach one value twice, too."""

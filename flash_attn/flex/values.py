@@ -66,26 +66,31 @@ class Bound(Traced):
 
     def __init__(self, trace, number):
         super().__init__(trace)
-        self._number = number
+        self._number, self._known = number, trace.steps.values[number]
 
     @property
     def _value(self):
-        return self._trace.steps.values[self._number]
+        return self._known
+
+
+def is_left_over(x):
+    """Is this an object of a trace that has ended? A cache of a class may keep one. It stands for its value then."""
+    return isinstance(x, Bound) and x._trace.steps.values is None
 
 
 class Number(Bound):
     """A bool, int or float that is a parameter of the program. Python's control flow records a guard."""
 
     def _apply(self, function, *operands):
-        if all(isinstance(x, (Number, *NUMBERS)) for x in operands):
+        if all(isinstance(x, (Number, *NUMBERS)) and not is_left_over(x) for x in operands):
             return self._trace.repeat(function, operands, {})
         return dispatch(function, operands, {})
 
     def __bool__(self):
-        return self._trace.steps.guard(self._number, bool)
+        return bool(self._known) if is_left_over(self) else self._trace.steps.guard(self._number, bool)
 
     def _concrete(self):
-        return self._trace.steps.guard(self._number, itself)
+        return self._known if is_left_over(self) else self._trace.steps.guard(self._number, itself)
 
     def __int__(self):
         return int(self._concrete())
@@ -100,7 +105,7 @@ class Number(Bound):
         return hash(self._concrete())
 
     def __round__(self, *digits):
-        return self._trace.repeat(round, (self, *digits), {})
+        return self._apply(round, self, *digits)
 
     def __repr__(self):
         return repr(self._concrete())
@@ -116,6 +121,8 @@ class Number(Bound):
 
 class _Tensor(Traced):
     """The methods of torch.Tensor."""
+
+    __array_ufunc__ = None  # a number of NumPy leaves its operators to ours
 
     def __getattr__(self, name):
         if name.startswith("__") or not hasattr(torch.Tensor, name):
@@ -364,12 +371,31 @@ def _check_is_torchs(trace, function):
         trace.fail(f"a mod cannot use {function.__qualname__}, which is no function of PyTorch")
 
 
+def _without_left_overs(x):
+    """The same arguments with the values of what other traces have left."""
+    if isinstance(x, slice):
+        return slice(*map(_without_left_overs, (x.start, x.stop, x.step)))
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_without_left_overs, x))
+    if isinstance(x, dict):
+        return {name: _without_left_overs(item) for name, item in x.items()}
+    return x._value if is_left_over(x) else x
+
+
 def dispatch(function, args, kwargs, name=None):
     """Does what a function of torch or an operator of Python does, for the objects of a trace."""
     from . import operations
 
     is_torchs, name = name is not None, name or getattr(function, "__name__", str(function))
     parts = [*parts_of(args), *parts_of(kwargs)]
+    if any(map(is_left_over, parts)):
+        args, kwargs = _without_left_overs(args), _without_left_overs(kwargs)
+        parts = [*parts_of(args), *parts_of(kwargs)]
+        for x in parts:
+            if isinstance(x, Traced):
+                x._trace.holds_once = True
+        if not any(isinstance(x, Traced) for x in parts):
+            return function(*args, **kwargs)
     trace = next(x._trace for x in parts if isinstance(x, Traced))
     if name in RANDOM:
         trace.fail(f"a mod must not draw random numbers ({name})")

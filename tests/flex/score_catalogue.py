@@ -178,8 +178,25 @@ def distances_in_logs(rng, shape):
     return lambda score, b, h, q, k: score - scale[h] * torch.log1p((q - k).abs().float()) + score.sigmoid(), [scale]
 
 
+def extremes_of_rows(rng, shape):
+    """Each element of a row has an equal one, and all share the gradient."""
+    table = _leaf(rng, shape[1], 4)
+    with torch.no_grad():
+        table[:, 2:] = table[:, :2]
+
+    def mod(score, b, h, q, k):
+        return score * table[h].amax() + (table[h] * (q - k)).amin() / 8
+
+    def row(h):
+        return torch.stack([table[h, h * 0 + i] for i in range(4)])
+
+    mod.for_torch = lambda score, b, h, q, k: score * row(h).amax(0) + (row(h) * (q - k)).amin(0) / 8
+    return mod, [table]
+
+
 SCORES = [nothing, alibi, learned_alibi, softcap, learned_softcap, trigonometry_of_indices, squared, a_cube]
 SCORES += [scale_of_heads, scale_of_batches_in_half, bias_of_keys, bias_of_queries_twice, bias_of_heads, chained]
 SCORES += [t5_buckets, graphormer, graphormer_edges, sandwich, rope_products, a_captured_number, masked, no_score]
 SCORES += [limits, distances_in_logs, _activation(gelu_tanh), _activation(log_of_softplus), _activation(wide_softplus)]
 SCORES += map(_activation, (functional.gelu, functional.silu, functional.relu, torch.sigmoid, functional.softplus))
+SCORES += [extremes_of_rows]

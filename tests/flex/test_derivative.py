@@ -85,6 +85,8 @@ TIES = {
     "relu": (lambda x, y: torch.relu(x), _leaf(1.0)),
     "maximum": (lambda x, y: torch.maximum(x, y), _leaf(0.0, 1.0, -1.0)),
     "minimum": (lambda x, y: torch.minimum(x, y), _leaf(0.0, 1.0, -1.0)),
+    "amax": (lambda x, y: torch.stack([x, y + 0 * x, x * y, x]).amax(0), _leaf(0.0, 1.0, -1.0)),
+    "min": (lambda x, y: torch.min(torch.stack([y + 0 * x, x * 0, x, x * y]).amin(0), y), _leaf(0.0, 1.0, -1.0)),
     "clamp": (lambda x, y: x.clamp(-1, 1), _leaf(1.0)),
     "clamp by tensors": (lambda x, y: torch.clamp(x, min=y, max=y + 1), _leaf(0.0, 1.0, -1.0)),
     "abs": (lambda x, y: x.abs() * y, _leaf(2.0)),

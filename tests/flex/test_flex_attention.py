@@ -525,6 +525,42 @@ def test_both_ways_are_the_same(name, grads, monkeypatch):
             assert torch.equal(x, y) and x.stride() == y.stride() and type(x) is type(y) is torch.Tensor
 
 
+def _steps(i, num, step):
+    for _ in range(num):
+        i = step(i)
+    return i
+
+
+WIDTH = 2.5
+LIKE_WINDOWS = {
+    "a float made an integer": (None, lambda b, h, i, j: i - j <= torch.full_like(j, WIDTH)),
+    "a number made a bool": (None, lambda b, h, i, j: (i >= j) & (i - j <= torch.full_like(j, 3).bool().long())),
+    "an integer that fp32 lacks": (
+        None,
+        lambda b, h, i, j: i - j + 33554430 <= torch.full_like(j, 33554435).float().long(),
+    ),
+    "a cap made an integer": (
+        lambda s, b, h, i, j: torch.full_like(j, WIDTH) * torch.tanh(s / torch.full_like(j, WIDTH)),
+        None,
+    ),
+    "many steps": (None, lambda b, h, i, j: _steps(i, 1500, lambda x: x + 1) >= j + 1500),
+    "doubled again and again": (
+        None,
+        lambda b, h, i, j: _steps(i, 40, lambda x: x + x) >= _steps(j, 40, lambda x: x + x),
+    ),
+    "masks in masks": (None, lambda b, h, i, j: _steps(i >= j, 40, lambda x: (x & (i - j < 9)) & (x & (j >= 0)))),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_WINDOWS)
+def test_what_looks_like_a_window_or_a_softcap(name):
+    """Whether or not the plain kernels take the call, the results are those of kernels with mods."""
+    score_mod, mask_mod = LIKE_WINDOWS[name]
+    q, k, v = make(1, 2, 2, 33, 33, 16)
+    want, _ = flex_attention(q, k, v, score_mod, mask_mod=mask_mod, return_aux=AuxRequest(max_scores=True))
+    close(flex_attention(q, k, v, score_mod, mask_mod=mask_mod), want, 1e-5)
+
+
 def test_transforms_are_refused():
     q, k, v = make(1, 1, 1, 8, 8, 16)
     table = torch.zeros(8)

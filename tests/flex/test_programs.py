@@ -76,6 +76,29 @@ def test_a_power_has_torchs_dtype(power):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
+WITH_ARGUMENTS = {
+    "max of two": lambda x, y: torch.max(x, y),
+    "min of two": lambda x, y: torch.min(x, other=y) + x.min(y),
+    "amax": lambda x, y: torch.stack([x + 0 * y, y + 0 * x]).amax(dim=0),
+    "decimals": lambda x, y: torch.round(x * 0.3, decimals=1) + (y * 0.37).round(decimals=2),
+    "decimals before the point": lambda x, y: torch.round(x * 7.5, decimals=-1),
+    "names": lambda x, y: torch.sub(input=x, other=y, alpha=3) + torch.div(x, other=y + 9, rounding_mode="floor"),
+    "exponent": lambda x, y: torch.pow(x, exponent=4) + torch.pow(input=x, exponent=2) + torch.pow(x, exponent=0.5),
+    "condition": lambda x, y: torch.where(condition=x > y, input=x, other=y),
+    "rsub": lambda x, y: torch.rsub(x, y, alpha=2) + torch.rsub(x, 7, alpha=3) + torch.rsub(x, other=y),
+}
+
+
+@pytest.mark.parametrize("name", WITH_ARGUMENTS)
+def test_every_argument_counts(name):
+    def mod(b, h, q, k):
+        return WITH_ARGUMENTS[name](q, k - 3)
+
+    want, got = expected(mod, (1, 1, 9, 12)), evaluated(mod, (1, 1, 9, 12))
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
 FUNCTIONS += ["nn.functional." + name for name in "gelu silu softplus relu".split()]
 
 

@@ -1,5 +1,6 @@
 """Tracing: the catalogue of mods against torch, the cache of traces, and errors."""
 
+import collections
 import enum
 import functools
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fresh_python
+import numpy as np
 import pytest
 import torch
 from catalogue import CATALOGUE
@@ -283,6 +285,12 @@ READERS = {
     "globals()": lambda b, h, q, k: q - k < globals()["REACH"],
     "sys.modules": lambda b, h, q, k: q - k < sys.modules["setting_of_a_mod"].reach,
     "os.environ": lambda b, h, q, k: q - k < int(os.environ["REACH_OF_A_MOD"]),
+    "a cached function": lambda b, h, q, k: q - k < _cached(REACH) + _cached(NUMBER) * TABLES.of(REACH),
+    "a cache of a class": lambda b, h, q, k: q - k < Memory.of(REACH) + Memory.last(REACH)[-1],
+    "a dict of a class": lambda b, h, q, k: q - k < NAMED["reach"] - NAMED.get("reach") + COUNTS["none"],
+    "a list with items of its own": lambda b, h, q, k: q - k < LONGER[0] + LONGER.further - sum(LONGER),
+    "a tuple of a class": lambda b, h, q, k: q - k < WIDER[1] - 3,
+    "a number of NumPy": lambda b, h, q, k: q - k < (COUNT * k) // ARRAY[0] + ARRAY[1] - np.prod((COUNT, 1)),
     "a bound builtin": lambda b, h, q, k: q - k < GET("reach"),
     "an attribute that was missing": lambda b, h, q, k: q - k < getattr(LATER, "reach", 1),
     "an attribute of a tensor": lambda b, h, q, k: q - k < getattr(TENSOR, "reach", 1),
@@ -294,6 +302,56 @@ READERS = {
     "a member of an IntEnum": lambda b, h, q, k: q >= k if LEVEL is Level.LOW else q <= k,
     "the sign of 0": lambda b, h, q, k: q >= k if math.copysign(1, ZERO) > 0 else q <= k,
 }
+
+
+@functools.cache
+def _cached(n):
+    return n * 2 + 1
+
+
+class Tables:
+    @functools.lru_cache(4)  # noqa: B019
+    def of(self, n):
+        return torch.arange(int(n))[-1]
+
+
+class Memory:
+    known = {}
+
+    @classmethod
+    def of(cls, n):
+        if n not in cls.known:
+            cls.known[n] = n + 1
+        return cls.known[n]
+
+    @staticmethod
+    @functools.cache
+    def last(n):
+        return torch.arange(int(n)) + n
+
+
+class Named(dict):
+    def __getitem__(self, name):
+        return super().__getitem__(name) * 2 + REACH
+
+
+class Longer(list):
+    def __init__(self, *items):
+        super().__init__(items)
+        self.further = 3
+
+    def __getitem__(self, place):
+        return super().__getitem__(place) * 2
+
+
+class Wider(tuple):
+    def __getitem__(self, place):
+        return super().__getitem__(place) + REACH
+
+
+NAMED, COUNTS, LONGER, WIDER = Named(reach=1), collections.Counter(some=3), Longer(1, 2), Wider((1, 2))
+COUNT, ARRAY = np.int64(2), np.array([3, 5])
+TABLES = Tables()
 FURTHER, PAIR, FLAG, NUMBER, LEVEL, ZERO = Further(), Pair(2), True, 3, Level.LOW, 0.0
 LATER, TENSOR, SOURCE = types.SimpleNamespace(), torch.zeros(3), {"reach": 2}
 GET = SOURCE.get
@@ -323,6 +381,8 @@ def test_whatever_a_mod_reads_is_read_again(mod, monkeypatch):
             changed.setattr(names["TENSOR"], "reach", 4, raising=False)
             changed.setitem(names, "PAIR", Pair(3))
             changed.setitem(SOURCE, "reach", 5)
+            changed.setitem(names, "COUNT", np.int64(1))
+            changed.setitem(names, "ARRAY", np.array([3, 7]))
             changed.setenv("REACH_OF_A_MOD", "5")
             for owner in (LATER, _imports):
                 changed.setattr(owner, "reach", 4, raising=False)
@@ -489,6 +549,7 @@ def test_the_value_of_an_index_is_not_known(use):
         (lambda x: torch.sort(x), "sort"),
         (lambda x: x.cumsum(0), "cumsum"),
         (lambda x: x.add_(1), "add_"),
+        (lambda x: x[None].float().view(torch.int32)[0] > 3, "view with a dtype"),
         (lambda x: torch.lgamma(x), "lgamma"),
         (lambda x: torch.zeros(9, dtype=torch.float8_e5m2)[x] > 3, "float8_e5m2"),
     ],
