@@ -97,21 +97,30 @@ static int mark_head_values(const fa_flex_program *p, uint8_t *is_loaded, uint8_
     return 0;
 }
 
+/* Does a value choose a float of the head for some pairs alone? These may all be hidden, and the float infinite. */
+static bool chooses_of_head(const fa_flex_program *p, const fa_flex_instruction *x) {
+    for (int i = 0; i < x->num_operands; i++)
+        if (p->instructions[x->operand[i]].result >= FA_FLEX_F32 && fa_is_of_head(p, x->operand[i])) return true;
+    return false;
+}
+
 /* Are the sums of finite values finite, whatever the indices? is_needed: all that the terms are computed from. */
 static bool is_finite(const fa_flex_program *p, const uint8_t *is_needed) {
     for (int32_t idx = 0; idx < p->num_instructions; idx++) {
         const fa_flex_instruction *x = &p->instructions[idx];
         if (!is_needed[idx] || x->result < FA_FLEX_F32 || fa_is_of_head(p, idx)) continue;
         switch ((fa_flex_op)x->op) {
-        case FA_FLEX_convert:
         case FA_FLEX_where:
+        case FA_FLEX_minimum:
+        case FA_FLEX_maximum:
+            if (chooses_of_head(p, x)) return false;
+            break;
+        case FA_FLEX_convert:
         case FA_FLEX_add:
         case FA_FLEX_sub:
         case FA_FLEX_mul:
         case FA_FLEX_neg:
-        case FA_FLEX_abs:
-        case FA_FLEX_minimum:
-        case FA_FLEX_maximum: break;
+        case FA_FLEX_abs: break;
         default: return false; /* an element of a table may be anything */
         }
     }

@@ -115,7 +115,7 @@ def test_gradients_of_rows_that_see_nothing_on_hopper(dims):
     assert not dq[:, :, 100:251].any()
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 192)])
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (80, 80), (128, 128), (192, 192)])
 def test_sums_of_hidden_pairs_may_be_nan_on_hopper(dims):
     """What is added to the score of a hidden pair is no part of any result, even if it is NaN or inf."""
     tensors = drawn(random.Random(5), (1, 2, 300, 300), dims, torch.bfloat16)
@@ -124,6 +124,7 @@ def test_sums_of_hidden_pairs_may_be_nan_on_hopper(dims):
     compare(tensors, lambda s, b, h, i, j: s - torch.sqrt((i - j).float()), see_past, 64)
     compare(tensors, lambda s, b, h, i, j: s - slopes[h] / (i - j + 1).clamp(min=0), see_past, 128)
     compare(tensors, lambda s, b, h, i, j: s - slopes[h] * (i - j), see_past, 128)
+    compare(tensors, lambda s, b, h, i, j: s + torch.where(i < j, INF, 0.0), see_past, 128)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])

@@ -240,6 +240,8 @@ ADDERS = {  # score_mods that are the score plus something: the number of values
     "a quotient": (lambda s, b, h, q, k: s - SLOPES[h] / (q + k + 1), 1, False),
     "many values": (lambda s, b, h, q, k: s + sum(SLOPES[(h + i) % 3] * q for i in range(5)), 0, True),
     "nothing": (lambda s, b, h, q, k: s + 0.0, 0, True),
+    "a chosen infinity": (lambda s, b, h, q, k: s + torch.where(q < k, math.inf, 0.0), 0, False),
+    "a chosen value of a head": (lambda s, b, h, q, k: s + torch.where(q < k, SLOPES[h], 0.0), 1, False),
 }
 
 
