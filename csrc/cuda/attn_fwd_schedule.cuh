@@ -24,11 +24,13 @@ enum { O_WAIT_AFTER_EXP = 0, O_WAIT_AMID_EXP = 1, O_WAIT_BEFORE_EXP = 2 };
 
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
-/* The length of a row of a swizzled chunk of Q, K and V: 64 bytes where these fill whole chunks and 128 do not. */
+/* The length of a row of a swizzled chunk of Q, K and V: 64 bytes where these fill whole chunks and 128 do not. But
+ * tiles of 192 rows and more than 64 columns are for heads whose rows TMA loads slowly in pieces of 64 bytes. */
 constexpr bool fills_chunks(int row_bytes) {
     return D_QK * element::BYTES % row_bytes == 0 && D_V * element::BYTES % row_bytes == 0;
 }
-constexpr int ROW_BYTES = !fills_chunks(128) && fills_chunks(64) ? 64 : 128;
+constexpr bool IS_FOR_SLOW_ROWS = element::BYTES == 2 && WGS > 2 && D_QK > 64;
+constexpr int ROW_BYTES = !fills_chunks(128) && fills_chunks(64) && !IS_FOR_SLOW_ROWS ? 64 : 128;
 constexpr int CHUNK = ROW_BYTES / element::BYTES;
 /* Columns in shared memory. Products pass over those behind D_QK and D_V, and TMA drops those of O. */
 constexpr int CHUNKS_QK = (D_QK + CHUNK - 1) / CHUNK, CHUNKS_V = (D_V + CHUNK - 1) / CHUNK;

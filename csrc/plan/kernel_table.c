@@ -54,7 +54,8 @@ const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row) { return (const fa_fwd_sm90_
 
 int fa_fwd_sm90_box(const fa_fwd_sm90_columns *t) {
     const bool fill_64 = t->d % 64 == 0 && t->d_v % 64 == 0, fill_32 = t->d % 32 == 0 && t->d_v % 32 == 0;
-    return !fill_64 && fill_32 ? 32 : 64;
+    const bool is_for_slow_rows = t->wgs > 2 && t->d > 64;
+    return !fill_64 && fill_32 && !is_for_slow_rows ? 32 : 64;
 }
 
 /* gpu_fwd.c takes the row that costs a sequence least. A row is never chosen if an earlier row beats it. The earlier

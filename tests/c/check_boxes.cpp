@@ -88,7 +88,7 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 #define CACHE 0 /* the backward */
 #endif
 #ifndef BACKWARD
-constexpr int BLOCK_Q = 64 * WGS, BOX = (D_QK % 64 || D_V % 64) && D_QK % 32 == 0 && D_V % 32 == 0 ? 32 : 64;
+constexpr int BLOCK_Q = 64 * WGS, BOX = CHUNK;
 constexpr bool IS_BACKWARD = false;
 #else
 constexpr int BOX = 64;
