@@ -302,8 +302,8 @@ def test_another_stream_and_many_calls_at_once():
 def test_packed_sequences_give_what_each_gives_alone(d, causal):
     """More sequences than the kernel examines together, some of which have unused keys. As above, every third head
     repeats tiles. By then the kernel has begun tiles of later sequences. A sequence alone must take the same size of
-    tile. So the head dimensions have one size only, and 128 columns another one for up to 128 keys: there a sequence
-    is packed alone, with the maxima of all."""
+    tile. So 192 and 256 columns have one size only. 96 columns have two, and 128 another one for up to 128 keys: there
+    a sequence is packed alone, with the maxima of all."""
     torch.manual_seed(0)
     lengths = torch.randint(65, 400, (2, 70))
     lengths[:, ::9] = torch.tensor([0, 1, 64, 65, 127, 128, 129, 257])
@@ -320,7 +320,7 @@ def test_packed_sequences_give_what_each_gives_alone(d, causal):
     out, lse, *_ = _flash_attn_varlen_forward(q, k, v, cu_q.cuda(), cu_k.cuda(), *whole, seqused_k=used.cuda())
     for i in range(70):
         rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i] + used[i])
-        if d == 128 and used[i] <= 128:
+        if d == 96 or (d == 128 and used[i] <= 128):
             ends = (torch.tensor([0, x], dtype=torch.int32, device="cuda") for x in (lengths[0, i], used[i]))
             alone, alone_lse, *_ = _flash_attn_varlen_forward(q[rows], k[keys], v[keys], *ends, *whole)
         else:
