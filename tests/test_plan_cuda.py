@@ -321,6 +321,18 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
     assert any(line.startswith("attn_fwd_sm90: ") and words in line for line in ruled_out)
 
 
+def test_every_row_and_every_kernel_that_is_ruled_out_has_a_reason(plan):
+    """In rows for 248 columns of Q, the last box of V begins behind 40 columns. Only the last planner has no boxes."""
+    first, *ruled_out = plan(d=248, d_v=40, packed=1).splitlines()
+    assert first.startswith("attn_fwd_any_")
+    tiles = (CSRC / "cuda" / "tiles.def").read_text()
+    num_rows = len(re.findall(r"^FA_FWD_TILE_SM90\(", tiles, re.MULTILINE))
+    kernels = [line.split(":")[0] for line in ruled_out]
+    assert len({name for name in kernels if re.match(r"attn_fwd_sm90_d\d", name)}) == num_rows
+    planners = [name for name in kernels if not re.search(r"_d\d", name)]
+    assert planners == ["attn_decode_sm90", "attn_fwd_sm90", "attn_fwd_fp8_sm90", "attn_decode_sm80", "attn_fwd_sm80"]
+
+
 @pytest.mark.parametrize(
     ("numbers", "kernel"),
     [

@@ -5,8 +5,8 @@
  * one after the other, so nothing between CTAs is tested. Each problem runs in three manners. In each manner some warp
  * or warpgroup may be slow, and so may be copies.
  *
- * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def of 64 or 128 columns. The linker places
- * `smem`, the kernel's shared memory, 1024 bytes behind `memory`. */
+ * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def. Rows with options have ALiBi, but no
+ * softcap, and no pair is dropped. The linker places `smem`, the kernel's shared memory, 1024 bytes behind `memory`. */
 #include "hopper_emulation.h"
 
 #include "cuda/attn_bwd_tiles.cuh"
@@ -33,7 +33,7 @@ static void run_kernel(const void *p) { KERNEL(*(const params *)p); }
 struct problem {
     const char *name;
     std::vector<int> len_q, len_kv;
-    int h, h_kv, d;
+    int h, h_kv, d, d_v;
     bool in_order, converts;
     int group_heads, pieces;
 };
@@ -49,32 +49,38 @@ struct expected {
     std::vector<unsigned> turns;
 };
 
-/* Adds the share of one query row. `slab` and `place` are those of the row. Rows that see no key get zeros, as
- * attn_bwd_prep writes them where no key tile comes. */
+/* Of ALiBi, in kernels that know it. */
+constexpr bool HAS_SLOPES = SCORE || ALIBI;
+static float slope_of_head(int head) { return HAS_SLOPES ? 0.01f * (float)(1 + head) : 0; }
+
+/* Adds the share of one query row, which has its diagonal at a key of its sequence. `slab` and `place` are those of the
+ * row. Rows that see no key get zeros, as attn_bwd_prep writes them where no key tile comes. */
 static void add_row(expected &e, tensor &q, tensor &k, tensor &v, tensor &dout, tensor &dq, int row, int head,
-                    int first_key, key_range keys, size_t slab, int place) {
-    const int d = q.d, head_kv = head / (q.h / k.h);
+                    int diagonal, int first_key, key_range keys, size_t slab, int place) {
+    const int d = q.d, d_v = v.d, head_kv = head / (q.h / k.h);
     const double scale = 1 / sqrt(d);
     std::vector<double> p;
     double largest = -INFINITY, sum = 0, delta = 0;
     for (int j = keys.begin; j < keys.end; j++) {
         double x = 0;
         for (int c = 0; c < d; c++) x += q.at(row, head, c) * k.at(first_key + j, head_kv, c);
-        p.push_back(x * scale), largest = fmax(largest, x * scale);
+        p.push_back(x * scale - slope_of_head(head) * abs(diagonal - j)), largest = fmax(largest, p.back());
     }
     for (double x : p) sum += exp(x - largest);
     const double lse = p.empty() ? INFINITY : largest + log(sum);
     std::vector<double> dp(p.size(), 0);
     for (size_t j = 0; j < p.size(); j++) {
         p[j] = exp(p[j] - lse);
-        for (int c = 0; c < d; c++) dp[j] += dout.at(row, head, c) * v.at(first_key + keys.begin + (int)j, head_kv, c);
+        for (int c = 0; c < d_v; c++)
+            dp[j] += dout.at(row, head, c) * v.at(first_key + keys.begin + (int)j, head_kv, c);
         delta += p[j] * dp[j]; /* dO . O */
     }
     for (size_t j = 0; j < p.size(); j++) {
-        const size_t key = (size_t)(((first_key + keys.begin + (int)j) * k.h + head_kv) * d);
+        const size_t key = (size_t)((first_key + keys.begin + (int)j) * k.h + head_kv);
         const double ds = p[j] * (dp[j] - delta) * scale;
+        for (int c = 0; c < d_v; c++) e.dv[key * d_v + c] += p[j] * dout.at(row, head, c);
         for (int c = 0; c < d; c++) {
-            e.dv[key + c] += p[j] * dout.at(row, head, c), e.dk[key + c] += ds * q.at(row, head, c);
+            e.dk[key * d + c] += ds * q.at(row, head, c);
             e.dq[(size_t)((row * q.h + head) * d + c)] += ds * k.at(first_key + keys.begin + (int)j, head_kv, c);
         }
     }
@@ -97,13 +103,14 @@ static void check(const problem &x) {
     const int b = (int)x.len_q.size(), group = x.h / x.h_kv, len_q = x.len_q[0], len_kv = x.len_kv[0];
     const std::vector<int> cu_q = offsets_of(x.len_q), cu_kv = offsets_of(x.len_kv);
     const int total_q = cu_q[b], total_kv = cu_kv[b];
-    tensor q(total_q, x.h, x.d), dout = q, dq = q, k(total_kv, x.h_kv, x.d), v = k, dk = k, dv = k;
+    tensor q(total_q, x.h, x.d), dq = q, k(total_kv, x.h_kv, x.d), dk = k;
+    tensor dout(total_q, x.h, x.d_v), v(total_kv, x.h_kv, x.d_v), dv = v;
     for (tensor *t : {&q, &dout, &k, &v}) t->draw();
 
     const int num_slabs = VARLEN ? total_q / BLOCK_Q + b : ceil_div(len_q, BLOCK_Q);
     const size_t slabs = (size_t)(num_slabs * (VARLEN ? x.h : b * x.h));
     expected e = {std::vector<double>(q.data.size()), std::vector<double>(k.data.size()),
-                  std::vector<double>(k.data.size()), std::vector<float>(slabs * 2 * BLOCK_Q),
+                  std::vector<double>(v.data.size()), std::vector<float>(slabs * 2 * BLOCK_Q),
                   std::vector<unsigned>(slabs * 2)};
     for (size_t i = 0; i < e.stats.size(); i++) e.stats[i] = i / BLOCK_Q % 2 ? 0 : INFINITY; /* rows beyond the end */
     for (int n = 0; n < b; n++)
@@ -111,8 +118,8 @@ static void check(const problem &x) {
             for (int i = 0; i < x.len_q[n]; i++) {
                 const key_range keys = keys_of_row(i, x.len_q[n], x.len_kv[n]);
                 const int first = VARLEN ? head * num_slabs + cu_q[n] / BLOCK_Q + n : (n * x.h + head) * num_slabs;
-                add_row(e, q, k, v, dout, dq, cu_q[n] + i, head, cu_kv[n], keys, (size_t)(first + i / BLOCK_Q),
-                        i % BLOCK_Q);
+                add_row(e, q, k, v, dout, dq, cu_q[n] + i, head, i + x.len_kv[n] - x.len_q[n], cu_kv[n], keys,
+                        (size_t)(first + i / BLOCK_Q), i % BLOCK_Q);
             }
 
     std::vector<float> sums(slabs * SLAB_FLOATS, NAN);
@@ -127,7 +134,7 @@ static void check(const problem &x) {
     p.dq = view(dq, len_q), p.dk = view(dk, len_kv), p.dv = view(dv, len_kv);
     p.stats = e.stats.data(), p.dq_sums = sums.data(), p.turns = e.turns.data();
     p.kv_sums = kv_sums.data(), p.kv_turns = kv_turns.data(), p.tile_counter = &tile_counter;
-    p.num_slabs = num_slabs, p.b = b, p.h = x.h, p.h_kv = x.h_kv, p.d = p.d_v = x.d;
+    p.num_slabs = num_slabs, p.b = b, p.h = x.h, p.h_kv = x.h_kv, p.d = x.d, p.d_v = x.d_v;
     p.heads_per_tile = CUTS_HEADS ? group / x.pieces : group, p.heads_inverse = FA_HEADS_INVERSE(p.heads_per_tile);
     p.len_q = VARLEN ? total_q : len_q, p.len_kv = VARLEN ? total_kv : len_kv;
     p.cu_seqlens_q = cu_q.data(), p.cu_seqlens_k = cu_kv.data();
@@ -135,7 +142,12 @@ static void check(const problem &x) {
     p.num_cut = x.pieces == 1 ? 0 : CUTS_QUERIES ? ceil_div(tiles, 2) : tiles;
     p.num_whole = tiles - p.num_cut, p.num_tiles = p.num_whole + p.num_cut * x.pieces;
     p.in_order = x.in_order, p.converts = x.converts, p.group_heads = x.group_heads;
-    p.scale = p.score_scale = 1 / sqrtf((float)x.d), p.scale_log2 = p.scale * (float)LOG2_E;
+    p.scale = p.score_scale = 1 / sqrtf((float)x.d), p.scale_log2 = (SCORE ? 1 : p.scale) * (float)LOG2_E;
+    std::vector<float> slopes;
+    for (int head = 0; head < x.h; head++) slopes.push_back(slope_of_head(head));
+    if (HAS_SLOPES) p.alibi_slopes = slopes.data();
+    static unsigned long long rng_state[2] = {5, 7};
+    p.rng_state = rng_state;
     p.window_left = WINDOW_LEFT, p.window_right = WINDOW_RIGHT, p.keep_max = 255, p.keep_scale = 1;
 
     const emulated_shape shape = {1, 1, 1, 1, THREADS, SHARED_BASE + (unsigned)sizeof(shared_memory)};
@@ -152,20 +164,24 @@ static void check(const problem &x) {
 
 static const problem PROBLEMS[] = {
 #if VARLEN
-    {"packed", {130, 0, 1, 300, 129}, {130, 7, 0, 257, 300}, 4, 2, HEAD_DIM, false, false, 2, 1},
-    {"packed, in order", {130, 1, 300}, {130, 9, 257}, 2, 2, HEAD_DIM, true, false, 2, 1},
-    {"packed, cut tiles", {300, 200}, {300, 200}, 4, 1, HEAD_DIM, false, false, 2, 2},
-    {"packed, maybe a converter", {300, 200}, {300, 200}, 2, 2, HEAD_DIM, false, true, 2, 1},
+    {"packed", {130, 0, 1, 300, 129}, {130, 7, 0, 257, 300}, 4, 2, HEAD_DIM, D_V, false, false, 2, 1},
+    {"packed, in order", {130, 1, 300}, {130, 9, 257}, 2, 2, HEAD_DIM, D_V, true, false, 2, 1},
+    {"packed, narrower V", {65, 20}, {70, 200}, 2, 1, HEAD_DIM, HEAD_DIM - 8, false, false, 2, 1},
+    {"packed, narrower Q and K", {65, 20}, {70, 200}, 2, 1, HEAD_DIM - 8, D_V, true, false, 2, 1},
+    {"packed, cut tiles", {300, 200}, {300, 200}, 4, 1, HEAD_DIM, D_V, false, false, 2, 2},
+    {"packed, maybe a converter", {300, 200}, {300, 200}, 2, 2, HEAD_DIM, D_V, false, true, 2, 1},
 #else
-    {"300", {300}, {300}, 2, 2, HEAD_DIM, false, false, 2, 1},
-    {"129 x 385", {129, 129}, {385, 385}, 2, 1, HEAD_DIM, false, false, 1, 1},
-    {"385 x 129, in order", {385}, {129}, 2, 2, HEAD_DIM - 24, true, false, 2, 1},
-    {"520, maybe a converter", {520}, {520}, 2, 2, HEAD_DIM, false, true, 1, 1},
-    {"200 x 500, maybe a converter", {200}, {500}, 2, 1, HEAD_DIM, false, true, 1, 1},
-    {"50, maybe a converter", {50}, {50}, 3, 3, HEAD_DIM, false, true, 1, 1},
-    {"500 x 200, maybe a converter", {500}, {200}, 2, 2, HEAD_DIM, false, true, 2, 1},
-    {"cut tiles, in order", {400}, {400}, 4, 1, HEAD_DIM, true, false, 2, 2},
-    {"tiles in four pieces", {400}, {400}, 4, 1, HEAD_DIM, false, false, 2, 4},
+    {"300", {300}, {300}, 2, 2, HEAD_DIM, D_V, false, false, 2, 1},
+    {"129 x 385", {129, 129}, {385, 385}, 2, 1, HEAD_DIM, D_V, false, false, 1, 1},
+    {"385 x 129, in order", {385}, {129}, 2, 2, HEAD_DIM - 24, HEAD_DIM - 24, true, false, 2, 1},
+    {"narrow V", {150}, {200}, 2, 1, HEAD_DIM, 8, false, false, 2, 1},
+    {"narrow Q and K", {150}, {200}, 2, 2, 8, D_V, true, false, 2, 1},
+    {"520, maybe a converter", {520}, {520}, 2, 2, HEAD_DIM, D_V, false, true, 1, 1},
+    {"200 x 500, maybe a converter", {200}, {500}, 2, 1, HEAD_DIM, D_V, false, true, 1, 1},
+    {"50, maybe a converter", {50}, {50}, 3, 3, HEAD_DIM, D_V, false, true, 1, 1},
+    {"500 x 200, maybe a converter", {500}, {200}, 2, 2, HEAD_DIM, D_V, false, true, 2, 1},
+    {"cut tiles, in order", {400}, {400}, 4, 1, HEAD_DIM, D_V, true, false, 2, 2},
+    {"tiles in four pieces", {400}, {400}, 4, 1, HEAD_DIM, D_V, false, false, 2, 4},
 #endif
 };
 

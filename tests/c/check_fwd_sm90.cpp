@@ -5,7 +5,7 @@
  * so nothing between CTAs is tested but the counter of work tiles. Each problem runs in three manners. In each manner
  * some warp or warpgroup may be slow, and so may be copies.
  *
- * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def of 64, 128 or 256 columns, and with mods.
+ * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def, and with mods.
  * Rows with options run, too, but without softcap, ALiBi or a pair that is dropped. The linker places `smem_bytes`, the
  * kernel's shared memory, 1024 bytes behind `memory`. */
 #include "hopper_emulation.h"
@@ -37,7 +37,7 @@ enum values {
 struct problem {
     const char *name;
     std::vector<int> len_q, len_kv;
-    int h, h_kv, d;
+    int h, h_kv, d, d_v;
     int ctas;
     bool is_dynamic, has_sinks; /* is_dynamic: work tiles come from the counter */
     values kind;
@@ -169,7 +169,7 @@ static void check(const problem &x) {
     const int b = (int)x.len_q.size(), group = x.h / x.h_kv, len_q = x.len_q[0], len_kv = x.len_kv[0];
     const std::vector<int> cu_q = offsets_of(x.len_q), cu_kv = offsets_of(x.len_kv);
     const int total_q = cu_q[b], total_kv = cu_kv[b];
-    tensor q(total_q, x.h, x.d), o = q, k(total_kv, x.h_kv, x.d), v = k;
+    tensor q(total_q, x.h, x.d), o(total_q, x.h, x.d_v), k(total_kv, x.h_kv, x.d), v(total_kv, x.h_kv, x.d_v);
     draw_values(x, q, k, v);
     std::vector<float> sinks;
     for (int i = 0; i < x.h; i++) sinks.push_back(x.has_sinks ? (float)(random_bits() % 9) : -INFINITY);
@@ -184,8 +184,8 @@ static void check(const problem &x) {
     p.lse = lse.data() + GUARD;
     p.lse_stride_b = VARLEN ? 0 : (long long)x.h * len_q, p.lse_stride_h = VARLEN ? total_q : len_q;
     p.o_data = o.data.data();
-    p.o_stride_b = VARLEN ? 0 : (long long)len_q * x.h * x.d, p.o_stride_row = x.h * x.d, p.o_stride_h = x.d;
-    p.b = b, p.h = x.h, p.heads_per_kv = group, p.d_v = x.d;
+    p.o_stride_b = VARLEN ? 0 : (long long)len_q * x.h * x.d_v, p.o_stride_row = x.h * x.d_v, p.o_stride_h = x.d_v;
+    p.b = b, p.h = x.h, p.heads_per_kv = group, p.d_v = x.d_v;
     p.len_q = VARLEN ? total_q : len_q, p.len_kv = VARLEN ? total_kv : len_kv;
     p.cu_seqlens_q = cu_q.data(), p.cu_seqlens_k = cu_kv.data();
     p.num_q_tiles = ceil_div(len_q, BLOCK_Q), p.num_tiles = p.num_q_tiles * b * x.h;
@@ -247,31 +247,38 @@ static void check(const problem &x) {
     exit(1);
 }
 
+/* Fewer columns, by `less` if all boxes then begin among the columns. Those of packed tensors must. */
+static int narrower(int columns, int less) { return max(columns - less, (columns - 1) / CHUNK * CHUNK + 8); }
+
 static const problem PROBLEMS[] = {
 #if VARLEN
-    {"packed", {130, 0, 1, 300, 129}, {130, 7, 0, 257, 300}, 2, 1, D_QK, 1, true, false, NORMAL},
-    {"packed, sinks", {1, 1, 0, 0, 64, 1}, {1, 129, 5, 0, 200, 0}, 2, 2, D_QK, 2, true, true, NORMAL},
-    {"packed, NaN", {200, 1, 77}, {256, 9, 257}, 1, 1, D_QK, 2, false, false, NANS},
-    {"packed, nothing seen", {3, 0, 70}, {0, 9, 0}, 2, 1, D_QK, 1, true, false, NORMAL},
-    {"packed, more CTAs than tiles", {3, 0, 70}, {10, 9, 3}, 1, 1, D_QK, 5, true, true, NORMAL},
-    {"packed, large scores", {130, 0, 60}, {140, 9, 33}, 2, 1, D_QK, 1, true, false, LARGE},
+    {"packed", {130, 0, 1, 300, 129}, {130, 7, 0, 257, 300}, 2, 1, D_QK, D_V, 1, true, false, NORMAL},
+    {"packed, sinks", {1, 1, 0, 0, 64, 1}, {1, 129, 5, 0, 200, 0}, 2, 2, D_QK, D_V, 2, true, true, NORMAL},
+    {"packed, NaN", {200, 1, 77}, {256, 9, 257}, 1, 1, D_QK, D_V, 2, false, false, NANS},
+    {"packed, nothing seen", {3, 0, 70}, {0, 9, 0}, 2, 1, D_QK, D_V, 1, true, false, NORMAL},
+    {"packed, more CTAs than tiles", {3, 0, 70}, {10, 9, 3}, 1, 1, D_QK, D_V, 5, true, true, NORMAL},
+    {"packed, narrower V", {65, 20}, {70, 200}, 2, 1, D_QK, narrower(D_V, 40), 1, true, false, NORMAL},
+    {"packed, narrower Q and K", {65, 20}, {70, 200}, 2, 1, narrower(D_QK, 40), D_V, 1, true, true, NORMAL},
+    {"packed, large scores", {130, 0, 60}, {140, 9, 33}, 2, 1, D_QK, D_V, 1, true, false, LARGE},
 #else
-    {"300", {300}, {300}, 2, 2, D_QK, 1, false, false, NORMAL},
-    {"129 x 385", {129, 129}, {385, 385}, 2, 1, D_QK - 16, 2, true, true, NORMAL},
-    {"385 x 129", {385}, {129}, 2, 2, D_QK - 24, 1, true, false, NORMAL},
-    {"1 x 1", {1, 1, 1, 1}, {1, 1, 1, 1}, 2, 1, D_QK, 1, true, true, NORMAL},
-    {"700 x 3", {700}, {3}, 2, 2, D_QK, 1, true, false, NORMAL},
-    {"NaN", {300}, {310}, 2, 1, D_QK, 1, true, true, NANS},
-    {"infinities", {300}, {310}, 2, 1, D_QK, 2, false, false, INFINITIES},
-    {"large scores", {200}, {200}, 3, 1, D_QK, 1, true, true, LARGE},
-    {"huge scores", {65, 65}, {200, 200}, 3, 1, D_QK, 2, true, true, HUGE_SCORES},
-    {"more CTAs than tiles", {50}, {200}, 2, 1, D_QK, 4, false, true, NORMAL},
-    {"one key tile", {65, 65, 65}, {40, 40, 40}, 3, 1, D_QK, 1, true, false, NORMAL},
+    {"300", {300}, {300}, 2, 2, D_QK, D_V, 1, false, false, NORMAL},
+    {"129 x 385", {129, 129}, {385, 385}, 2, 1, narrower(D_QK, 16), narrower(D_V, 16), 2, true, true, NORMAL},
+    {"385 x 129", {385}, {129}, 2, 2, narrower(D_QK, 24), narrower(D_V, 24), 1, true, false, NORMAL},
+    {"narrow V", {150}, {200}, 2, 1, D_QK, 8, 1, true, true, NORMAL},
+    {"narrow Q and K, NaN", {150}, {200}, 2, 2, narrower(D_QK, 40), D_V, 1, true, false, NANS},
+    {"1 x 1", {1, 1, 1, 1}, {1, 1, 1, 1}, 2, 1, D_QK, D_V, 1, true, true, NORMAL},
+    {"700 x 3", {700}, {3}, 2, 2, D_QK, D_V, 1, true, false, NORMAL},
+    {"NaN", {300}, {310}, 2, 1, D_QK, D_V, 1, true, true, NANS},
+    {"infinities", {300}, {310}, 2, 1, D_QK, D_V, 2, false, false, INFINITIES},
+    {"large scores", {200}, {200}, 3, 1, D_QK, D_V, 1, true, true, LARGE},
+    {"huge scores", {65, 65}, {200, 200}, 3, 1, D_QK, D_V, 2, true, true, HUGE_SCORES},
+    {"more CTAs than tiles", {50}, {200}, 2, 1, D_QK, D_V, 4, false, true, NORMAL},
+    {"one key tile", {65, 65, 65}, {40, 40, 40}, 3, 1, D_QK, D_V, 1, true, false, NORMAL},
 #if FLEX
-    {"empty blocks", {260}, {300}, 2, 2, D_QK, 1, true, true, EMPTY_BLOCKS},
-    {"long lists", {520}, {700}, 4, 2, D_QK, 2, true, false, NORMAL},
+    {"empty blocks", {260}, {300}, 2, 2, D_QK, D_V, 1, true, true, EMPTY_BLOCKS},
+    {"long lists", {520}, {700}, 4, 2, D_QK, D_V, 2, true, false, NORMAL},
 #else
-    {"260 x 0", {260}, {0}, 2, 2, D_QK, 1, true, true, NORMAL},
+    {"260 x 0", {260}, {0}, 2, 2, D_QK, D_V, 1, true, true, NORMAL},
 #endif
 #endif
 };

@@ -169,12 +169,12 @@ def emulated_on_hopper(program, kernel, tmp_path, *more):
     return run(tmp_path / program)
 
 
-# Rows of up to 64 columns walk in bursts without options. The others have the steps of kernels with options, without
-# these.
+# Rows of up to 64 columns walk in bursts without options. The others have the steps of kernels with options.
 EMULATED_BACKWARDS = [
     "bf16_d64_q128kv128_causal", "fp16_d64_q128kv128", "bf16_d64_q128kv128_local_varlen",
     "fp16_d64_q128kv128_causal_varlen", "bf16_d128_q64kv128_causal", "fp16_d32_q128kv128_causal",
-    "bf16_d48_q128kv128_varlen", "bf16_d80_q64kv128_causal_varlen"
+    "bf16_d48_q128kv128_varlen", "bf16_d80_q64kv128_causal_varlen", "fp16_d112_q64kv128_local_varlen_alibi",
+    "fp16_d48_q128kv128_causal_score_dropout"
 ]  # fmt: skip
 
 
@@ -184,11 +184,12 @@ def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
 
 
 # O leaves from the place of Q, from a place of its own, or without shared memory. There are one to four warpgroups, two
-# CTAs on an SM, every mask, packed sequences, and fewer columns than shared memory has.
+# CTAs on an SM, every mask, packed sequences, fewer columns than shared memory has, and V of other columns.
 EMULATED_FORWARDS = [
     "bf16_d64_q192kv128_causal_varlen", "fp16_d64_q192kv128", "bf16_d64_q64kv64_local_varlen", "fp16_d64_q256kv64",
     "bf16_d128_q128kv128", "bf16_d128_q128kv64_local", "bf16_d256_q128kv64_causal", "bf16_d80_q192kv96_causal_varlen",
-    "fp16_d112_q128kv128", "bf16_d160_q128kv128_local", "fp16_d32_q256kv64_causal"
+    "fp16_d112_q128kv128", "bf16_d160_q128kv128_local", "fp16_d32_q256kv64_causal", "bf16_d192v128_q128kv96",
+    "fp16_d112_q192kv80_varlen"
 ]  # fmt: skip
 
 
