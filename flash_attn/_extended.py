@@ -173,7 +173,11 @@ def _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved):
 
 def _all_gradients(ctx, needed, dout, dlse):
     everything = ctx.saved_tensors  # read once, because a checkpoint computes them
-    return without_second_derivative(_gradients(ctx, needed, everything, dout, dlse), dout, dlse, *everything)
+
+    def gradients(dout, dlse):
+        return without_second_derivative(_gradients(ctx, needed, everything, dout, dlse), dout, dlse, *everything)
+
+    return _vmap.gradients_of_each(gradients, dout, dlse)
 
 
 @torch.no_grad()
