@@ -358,7 +358,7 @@ def attend(
         alibi_slopes = alibi_slopes.detach()  # the plain kernels have no gradient of slopes
     if transforms_are_active():
         check_not_traced()
-        alibi_slopes = interface.maybe_contiguous(alibi_slopes)  # the caller does not see where a vmap has its dimension
+        alibi_slopes = interface.maybe_contiguous(alibi_slopes)  # where a vmap has its dimension is unseen
         return _transformed(
             q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,

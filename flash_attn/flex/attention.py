@@ -20,8 +20,8 @@ from torch.nn.attention.flex_attention import flex_attention as torchs_flex_atte
 from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
 from .._ops import empty_like, is_freed, refuse_transforms, without_second_derivative
-from .._vmap import gradients_of_each
 from .._types import MaskMod, ScoreMod
+from .._vmap import gradients_of_each
 from . import ahead, calls
 from .arguments import check_block_mask, check_kernel_options, check_tensors, in_autocast, int32, number_of
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device

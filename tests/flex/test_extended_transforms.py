@@ -160,7 +160,6 @@ def test_batches_of_gradients(case, num):
     close(got, stacked([torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]))
 
 
-
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_dropout_with_sinks(randomness):
     """out is linear in v, so its product with the gradient of v tells whether both passes drop the same."""
