@@ -259,6 +259,7 @@ def attend(
     has_transforms = transforms_are_active()
     if has_transforms:
         check_not_traced()
+        alibi_slopes = maybe_contiguous(alibi_slopes)  # where a vmap has its dimension is unseen
         if dropout_p:
             _vmap.check_randomness(tensors)
     if is_compiling() or has_transforms or forward_ad._current_level >= 0:

@@ -173,7 +173,11 @@ def _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved):
 
 def _all_gradients(ctx, needed, dout, dlse):
     everything = ctx.saved_tensors  # read once, because a checkpoint computes them
-    return without_second_derivative(_gradients(ctx, needed, everything, dout, dlse), dout, dlse, *everything)
+
+    def gradients(dout, dlse):
+        return without_second_derivative(_gradients(ctx, needed, everything, dout, dlse), dout, dlse, *everything)
+
+    return _vmap.gradients_of_each(gradients, dout, dlse)
 
 
 @torch.no_grad()
@@ -354,6 +358,7 @@ def attend(
         alibi_slopes = alibi_slopes.detach()  # the plain kernels have no gradient of slopes
     if transforms_are_active():
         check_not_traced()
+        alibi_slopes = interface.maybe_contiguous(alibi_slopes)  # where a vmap has its dimension is unseen
         return _transformed(
             q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,

@@ -223,15 +223,35 @@ def gradients(apply, info, in_dims, options, needed, dout, saved):
 is_batch_of_gradients = torch._C._functorch.is_legacy_batchedtensor
 
 
-def batch_of_gradients(apply, options, needed, dout, saved):
-    """``torch.autograd.grad(is_grads_batched=True)`` maps over dout with a vmap of its own, which has no rules."""
+def _legacy_level():
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
+    return level
+
+
+def batch_of_gradients(apply, options, needed, dout, saved):
+    """``torch.autograd.grad(is_grads_batched=True)`` maps over dout with a vmap of its own, which has no rules."""
+    level = _legacy_level()
     dout = torch._remove_batch_dim(dout, level, 0, 0)
     info = _Info(dout.shape[0], "error")
     in_dims = None, None, 0, *[None] * len(saved)
     grads, _ = gradients(apply, info, in_dims, options, needed, dout, saved)
     return [None if x is None else torch._add_batch_dim(x, 0, level) for x in grads]
+
+
+def gradients_of_each(function, *douts):
+    """Returns ``function(*douts)``, a tuple of gradients. A batch of gradients is computed one by one.
+
+    A dout may be None.
+    """
+    if torch.compiler.is_compiling() or not any(x is not None and is_batch_of_gradients(x) for x in douts):
+        return function(*douts)
+    level = _legacy_level()
+    dims = [0 if x is not None and is_batch_of_gradients(x) else None for x in douts]
+    douts = [x if dim is None else torch._remove_batch_dim(x, level, 0, 0) for x, dim in zip(douts, dims)]
+    num = next(len(x) for x, dim in zip(douts, dims) if dim is not None)
+    grads, _ = one_by_one(function, _Info(num, "error"), dims, douts)
+    return tuple(None if x is None else torch._add_batch_dim(x, 0, level) for x in grads)
 
 
 def one_by_one(apply, info, in_dims, arguments, device=None):

@@ -171,6 +171,20 @@ def test_jacrev_and_batches_of_gradients(case):
     close(batch, want)
 
 
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"sinks": torch.ones(4)}, {"attn_bias": torch.ones(5)}])
+def test_slopes_of_their_own(dim, options):
+    """A slope of another entry may lie beside a slope: the caller does not see this."""
+    q, slopes = randn(1, 5, 4, 8), SLOPES * torch.arange(1, N + 1)[:, None]
+
+    def first(slopes):
+        results = flash_attn_func(q, q, q, alibi_slopes=slopes, **options)
+        return results[0] if isinstance(results, tuple) else results
+
+    mapped = slopes.movedim(0, dim).contiguous()
+    close(vmap(first, dim)(mapped), torch.stack([first(x) for x in slopes]))
+
+
 def test_lengths_of_their_own():
     """Each entry of the mapped dimension has lengths of its own."""
     q, k = randn(N, 10, 4, 8), randn(N, 13, 2, 8)

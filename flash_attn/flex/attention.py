@@ -21,6 +21,7 @@ from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
 from .._ops import empty_like, is_freed, refuse_transforms, without_second_derivative
 from .._types import MaskMod, ScoreMod
+from .._vmap import gradients_of_each
 from . import ahead, calls
 from .arguments import check_block_mask, check_kernel_options, check_tensors, in_autocast, int32, number_of
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
@@ -108,9 +109,13 @@ class _FlexAttention(torch.autograd.Function):
         query, key, value, out, lse, *tensors = saved
         tensors, wanted = tensors[: ctx.num_tensors], ctx.needs_input_grad[2:]
         query, key, value = map(rows_of, (query, key, value))
-        with torch.no_grad():
-            grads, _ = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
-        return None, None, *without_second_derivative(grads, dout, dlse, *saved)
+
+        def gradients_of(dout, dlse):
+            with torch.no_grad():
+                grads, _ = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
+            return without_second_derivative(grads, dout, dlse, *saved)
+
+        return None, None, *gradients_of_each(gradients_of, dout, dlse)
 
 
 # This is ``_FlexAttention.apply`` without the layer that looks for functorch, whose tensors were refused before.

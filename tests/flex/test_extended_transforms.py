@@ -148,6 +148,18 @@ def test_jacrev(case):
     close(jacrev(some, tuple(range(len(tensors))))(*tensors), want)
 
 
+@pytest.mark.parametrize("num", [1, 3])
+def test_batches_of_gradients(case, num):
+    """``is_grads_batched`` maps with a vmap of its own, as ``torch.autograd.functional`` does to vectorize."""
+    function, tensors, _ = case
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    douts = randn(num, *out.shape)
+    got = torch.autograd.grad(out, leaves, douts, is_grads_batched=True, retain_graph=True)
+    assert [x.shape for x in got] == [(num, *x.shape) for x in leaves]
+    close(got, stacked([torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]))
+
+
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_dropout_with_sinks(randomness):
     """out is linear in v, so its product with the gradient of v tells whether both passes drop the same."""

@@ -291,6 +291,19 @@ def test_the_gradient_of_lse_alone():
     assert v.grad.eq(0).all()
 
 
+def test_batches_of_gradients():
+    query, key, value, bias = (x.requires_grad_() for x in (*torch.randn(3, 1, 2, 5, 8), torch.randn(5)))
+    leaves = query, key, value, bias
+    out, aux = flex_attention(
+        query, key, value, lambda score, b, h, i, j: score + bias[j], return_aux=AuxRequest(lse=True)
+    )
+    douts, dlses = torch.randn(3, *out.shape), torch.randn(3, *aux.lse.shape)
+    got = torch.autograd.grad((out, aux.lse), leaves, (douts, dlses), is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        want = torch.autograd.grad((out, aux.lse), leaves, (douts[i], dlses[i]), retain_graph=True)
+        torch.testing.assert_close([x[i] for x in got], list(want))
+
+
 def test_gradients_do_not_depend_on_threads():
     def run(threads):
         torch.set_num_threads(threads)
