@@ -137,9 +137,9 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
 /* Whole warp. Hands dK or dV of this warp's 16 keys over to the warp that stores dK and dV. `place` has chunks of
  * BLOCK_KV keys. */
 DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, element::output *place, u64 *full, int key) {
-    write_box < HEAD_DIM<CHUNK ? HEAD_DIM : CHUNK>(place + key * CHUNK, kv, factor);
-    if constexpr (HEAD_DIM > CHUNK)
-        write_box<HEAD_DIM - CHUNK>(place + (BLOCK_KV + key) * CHUNK, kv + CHUNK / 2, factor);
+    constexpr int REST = HEAD_DIM > CHUNK ? HEAD_DIM - CHUNK : 0, FIRST = HEAD_DIM - REST;
+    write_box<FIRST>(place + key * CHUNK, kv, factor);
+    if (REST > 0) write_box<REST>(place + (BLOCK_KV + key) * CHUNK, kv + (REST > 0 ? FIRST / 2 : 0), factor);
     __syncwarp();
     if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(full);
 }

@@ -88,7 +88,8 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 #define CACHE 0 /* the backward */
 #endif
 #ifndef BACKWARD
-constexpr int BLOCK_Q = 64 * WGS, BOX = CHUNK;
+constexpr bool FILL_32 = D_QK % 32 == 0 && D_V % 32 == 0, FILL_64 = D_QK % 64 == 0 && D_V % 64 == 0;
+constexpr int BLOCK_Q = 64 * WGS, BOX = FILL_32 && !FILL_64 && !(WGS > 2 && D_QK > 64) ? 32 : 64;
 constexpr bool IS_BACKWARD = false;
 #else
 constexpr int BOX = 64;
