@@ -44,11 +44,11 @@ def most_spilled(name, arch):
     """The largest allowed spill in bytes a thread. The warps that feed the backward have 24 registers and spill values
     that they read once a tile. The backward's many options together spill a little everywhere. Generic kernels of 256
     columns spill a few addresses. So do the warps beside the consumers of the forward in 8 bits. One generic forward of
-    128 columns spills, too, most on 8.6. What this costs was not measured. The kernels before Hopper use all registers. The backward
-    spills what it reads once a step, and was faster in measurements than with smaller tiles that do not spill. With
-    dropout it spills most, up to 272 bytes in bf16 at 96 columns, and its speed with dropout was not measured. On 10.0
-    the one of 256 columns spills 172 bytes since masks became cheaper, which was not measured either. The forward
-    spills outside of plain steps: up to 60 bytes at 192 columns, 84 at 96, most with dropout."""
+    128 columns spills, too, most on 8.6. What this costs was not measured. The kernels before Hopper use all registers.
+    The backward spills what it reads once a step, and was faster in measurements than with smaller tiles that do not
+    spill. With dropout it spills most, up to 272 bytes in bf16 at 96 columns, and its speed with dropout was not
+    measured. On 10.0 the one of 256 columns spills 172 bytes since masks became cheaper, which was not measured either.
+    The forward spills outside of plain steps: up to 60 bytes at 192 columns, 84 at 96, most with dropout."""
     if name == "attn_fwd_any_bf16_d128_q128kv64_of3":
         return 136
     if name.startswith("attn_fwd_sm80_"):
