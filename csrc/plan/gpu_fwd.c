@@ -211,7 +211,7 @@ static int choose_row(const fa_problem *p, unsigned features, int sms, fa_plan *
         if (least < 0) least = cost_of(p, t, sms);
         const double cost = cost_of(p, other, sms);
         fa_rule_out(plan, family->rows[cost < least ? row : later].name,
-                    "its tiles cost more for sequences and heads of these lengths");
+                    "its tiles cost more for these lengths and head dimensions");
         if (cost < least) row = later, least = cost;
     }
     return row;

@@ -97,7 +97,8 @@ typedef struct {
     int d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost;
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
-/* Columns of the boxes that TMA loads: 64, or 32 where these fill all columns of a tile and 64 do not. */
+/* Columns of the boxes that TMA loads: 64, or 32 where these fill all columns of a tile and 64 do not. Tiles for heads
+ * whose rows are loaded slowly have 64 (ROW_BYTES of cuda/attn_fwd_schedule.cuh). */
 int fa_fwd_sm90_box(const fa_fwd_sm90_columns *tile);
 
 /* The columns of attn_fwd_fp8_sm90. */
