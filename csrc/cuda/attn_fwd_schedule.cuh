@@ -25,7 +25,8 @@ enum { O_WAIT_AFTER_EXP = 0, O_WAIT_AMID_EXP = 1, O_WAIT_BEFORE_EXP = 2 };
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = 128 * (WGS + 1);
 /* The length of a row of a swizzled chunk of Q, K and V: 64 bytes where these fill whole chunks and 128 do not. But
- * tiles of 192 rows and more than 64 columns are for heads whose rows TMA loads slowly in pieces of 64 bytes. */
+ * tiles of 192 rows and more than 64 columns are for heads whose rows TMA loads slowly in pieces of 64 bytes. The host
+ * has the same rule for boxes (fa_fwd_sm90_box). */
 constexpr bool fills_chunks(int row_bytes) {
     return D_QK * element::BYTES % row_bytes == 0 && D_V * element::BYTES % row_bytes == 0;
 }
