@@ -243,6 +243,7 @@ typedef struct {
     int group_heads;   /* heads walked together: query heads of a forward, key heads of a backward; 0: no group */
     bool follows_rows; /* backward on Hopper with a block mask: key tiles begin in their order, as the L2 wants it */
     int tile_heads;    /* query heads that share work tiles of a forward; 0 counts as 1 */
+    bool gathers;      /* forward on Hopper: reads copies of the pages, which cuda/gather.cu makes before it runs */
     bool any_order;    /* backward on Hopper: key tiles add to dQ in any order, instead of the order of the keys */
     bool converts;     /* backward on Hopper: a separate warp makes dQ of the sums */
     int cluster;       /* decode: CTAs of a cluster, which share a head's keys and sums; 0: sums go through memory */

@@ -32,7 +32,8 @@ def only_the_forward():
 
 
 def random_prompt(seed):
-    """More than a tile of queries. TMA reads pages of multiples of 8 keys. Some end inside a key tile."""
+    """More than a tile of queries. TMA reads pages of multiples of 8 keys, or copies of others. Some end inside a key
+    tile."""
     r = random.Random(seed)
     b, len_new = r.randint(1, 4), r.choice((0, 0, 1, 70, 300))
     h_kv, group = r.choice(((1, 4), (2, 1), (3, 2)))
@@ -226,7 +227,8 @@ def test_packed_prompts_over_pages(page, d, dtype, causal):
     cu_q, cu_k = (torch.tensor((0, *torch.tensor(x).cumsum(0)), dtype=torch.int32) for x in (len_q, len_kv))
     call = (q.cuda(), *(x.cuda() for x in pool), cu_q.cuda(), cu_k.cuda(), max(len_q), max(len_kv))
     options = {"causal": causal, "block_table": table.cuda()}
-    assert explain(flash_attn_varlen_func, *call, **options).kernel.startswith("attn_fwd_sm90_") == (page % 8 == 0)
+    plan = explain(flash_attn_varlen_func, *call, **options)
+    assert plan.kernel.startswith("attn_fwd_sm90_") and plan.gathers == (page % 8 != 0)
     out, lse, _ = flash_attn_varlen_func(*call, return_attn_probs=True, **options)
     for n, (rows, keys) in enumerate(zip(len_q, len_kv)):
         at = slice(int(cu_q[n]), int(cu_q[n + 1]))
@@ -281,7 +283,14 @@ def test_repeats_write_every_row(page):
     seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     q = torch.randn(4, 333, 8, 128, device="cuda", dtype=torch.bfloat16)
     pool = [x.cuda() for x in pool]
-    for window, num_splits in (((-1, -1), 1), ((100, 0), 1), ((-1, -1), 3), ((100, 0), 3)):
+    for window, num_splits in (
+        ((-1, -1), 0),
+        ((100, 0), 0),
+        ((-1, -1), 1),
+        ((100, 0), 1),
+        ((-1, -1), 3),
+        ((100, 0), 3),
+    ):
         mask = {"window_size": window, "num_splits": num_splits}
         poisoned_repeats(
             lambda mask=mask: flash_attn_with_kvcache(
@@ -291,7 +300,7 @@ def test_repeats_write_every_row(page):
         )
 
 
-@pytest.mark.parametrize(("page", "num_splits"), ((0, 1), (1, 1), (16, 1), (0, 3), (16, 3)))
+@pytest.mark.parametrize(("page", "num_splits"), ((0, 1), (1, 0), (1, 1), (16, 1), (0, 3), (16, 3)))
 def test_graph_replay_while_lengths_grow(page, num_splits):
     """The append, the rotation and the prompt are captured once. Lengths, table and values change in place."""
     torch.manual_seed(0)

@@ -297,7 +297,16 @@ def test_order_of_the_forward(plan, numbers, group_heads, is_dynamic, ctas):
             "attn_fwd_any_bf16_d48_q128kv64",
             "it wants the cache to start at a multiple of 16 bytes",
         ),
-        ({"pages": 8, "page": 12}, "attn_fwd_any_bf16_d128_q128kv64", "it wants pages of a multiple of 8 keys"),
+        (
+            {"pages": 8, "page": 12, "splits": 1},
+            "attn_fwd_any_bf16_d128_q128kv64",
+            "it wants pages of a multiple of 8 keys, or room for copies",
+        ),
+        (
+            {"pages": 8, "page": 2**20 + 1},  # two sequences of two pages each
+            "attn_fwd_any_bf16_d128_q128kv64",
+            "it wants pages of a multiple of 8 keys, or room for copies",
+        ),
         ({"pages": 8, "leftpad": 1}, "attn_fwd_any_bf16_d128_q128kv64", "no left padding beside a block table"),
         ({"packed_k": 1, "used": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3", "no lengths beside dense queries"),
         (
@@ -319,6 +328,14 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
     assert first.split()[0] == kernel
     assert re.search(rf"_q{first.split()[1]}kv{first.split()[2]}", kernel)
     assert any(line.startswith("attn_fwd_sm90: ") and words in line for line in ruled_out)
+
+
+@pytest.mark.parametrize("page", (1, 7, 12, 2**18 - 1))
+def test_copies_take_the_place_of_pages_that_tma_does_not_load(plan, page):
+    """Two sequences of two pages, two key heads. The copies are k, v and the lengths. A GiB holds the largest."""
+    kernel, _, _, workspace, *_ = plan(pages=8, page=page).split()
+    assert kernel.startswith("attn_fwd_sm90_bf16_d128_") and kernel.endswith("_cache")
+    assert int(workspace) == 2 * -(-(2 * 2 * page * 2 * 128 * 2) // 256) * 256 + 256
 
 
 def test_every_row_and_every_kernel_that_is_ruled_out_has_a_reason(plan):

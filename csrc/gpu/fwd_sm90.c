@@ -1,6 +1,7 @@
 /* Launches the forward on Hopper: fills the parameters of attn_fwd_sm90 or attn_fwd_fp8_sm90, and launches the
  * kernel. */
 #include "append.h"
+#include "gather.h"
 #include "launch.h"
 #include "launchers.h"
 #include "map.h"
@@ -146,13 +147,16 @@ fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     fa_attn_fwd_params a = {0};
     fa_status status = call->plan->gpu.features & FA_CACHE ? fa_cuda_append(call, call->workspace, err) : FA_OK;
     if (status != FA_OK || call->plan->gpu.num_ctas == 0) return status; /* no query: nothing to write */
-    if (!call->problem->rotary_cos) return launch_forward(call, shape, &a, err);
-    fa_problem rotated = *call->problem;
-    fa_cuda_call with_rotated = *call;
-    const int64_t row = rotated.h * rotated.d;
-    rotated.q = (fa_view){call->workspace, rotated.cu_seqlens_q ? 0 : rotated.len_q * row, row, rotated.d};
-    with_rotated.problem = &rotated;
-    return launch_forward(&with_rotated, shape, &a, err);
+    const bool gathers = call->plan->gpu.gathers;
+    if (!gathers && !call->problem->rotary_cos) return launch_forward(call, shape, &a, err);
+    fa_problem changed = *call->problem;
+    fa_cuda_call with_changed = *call;
+    with_changed.problem = &changed;
+    if (gathers) status = fa_cuda_gather(call, &changed, err);
+    const int64_t row = changed.h * changed.d;
+    if (changed.rotary_cos)
+        changed.q = (fa_view){call->workspace, changed.cu_seqlens_q ? 0 : changed.len_q * row, row, changed.d};
+    return status == FA_OK ? launch_forward(&with_changed, shape, &a, err) : status;
 }
 
 static fa_attn_fwd_factors factors_of(const fa_descale *f) {

@@ -3,6 +3,7 @@
 #include "gpu_decode.h"
 
 #include "cuda/attn_decode_params.h"
+#include "gpu_gather.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -130,9 +131,9 @@ static const fa_fwd_sm90_columns *forward_row_of(const fa_problem *p) {
 
 /* Would attn_fwd_sm90 compute the queries of a cache faster? This kernel divides its tiles into equal shares. A tile of
  * 64 rows takes as long as `cost` tiles of 128 rows of the other kernel. us_beside is the time of its start and of the
- * merging of parts. Few tiles with many keys have most parts (cuda/measurements/decode.md, Prompts). The choice for
- * num_splits = n does not depend on the batch. */
-static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, const fa_plan *plan) {
+ * merging of parts. Few tiles with many keys have most parts (cuda/measurements/decode.md, Prompts). The other kernel
+ * needs us_before. The choice for num_splits = n does not depend on the batch. */
+static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, const fa_plan *plan, double us_before) {
     enum { FEW_ROWS = 16, FEW_QUERIES = 64, US_START = 10, US_MERGE = 10, MANY_KEYS = 2048, FEW_TILES = 16 };
     const double cost = p->d <= 64 ? 2 : p->d <= 128 ? 2.5 : 5;
     const fa_fwd_sm90_columns *t = forward_row_of(p);
@@ -142,7 +143,7 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
     const bool may_be_cut = fa_reads_cache(p) && !packed; /* by the other kernel */
     if (p->num_splits > 1 && !may_be_cut) return false;
     const double us_of_row = cost * 128 / 64 * fa_us_of_a_pair(t); /* of an SM, for a key */
-    const double us_of_other = fa_tiles_of_cache(p, t, machine->gpu_sms).us;
+    const double us_of_other = us_before + fa_tiles_of_cache(p, t, machine->gpu_sms).us;
     if (p->num_splits > 0 && !packed) return us_of_other < (double)(ceil_div(rows, block_q) * block_q) * us_of_row;
     const int64_t q_tiles = packed ? p->total_q * (p->h / p->h_kv) / block_q + p->b : p->b * ceil_div(rows, block_q);
     const int64_t tiles = q_tiles * p->h_kv, sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1;
@@ -162,8 +163,13 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
 static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_id id, const fa_plan *plan) {
     enum { QUERIES = 128, ROWS_OF_A_TILE = 64 };
     const int64_t rows = p->len_q * (p->h / p->h_kv), others = p->h * ceil_div(p->len_q, QUERIES);
+    const bool is_allowed = id == FA_DECODE_SM90 && fa_allows_kernel(machine, "attn_fwd_sm90");
     if (id == FA_DECODE_SM90 && !fa_why_not_cache_of_sm90(p))
-        return fa_allows_kernel(machine, "attn_fwd_sm90") && is_prompt_of_sm90(p, machine, plan);
+        return is_allowed && is_prompt_of_sm90(p, machine, plan, 0);
+    if (is_allowed && fa_gathers(p)) {
+        const fa_problem gathered = fa_gathered(p, NULL);
+        if (is_prompt_of_sm90(&gathered, machine, plan, fa_us_of_gather(p))) return true;
+    }
     return p->num_splits <= 1 && !p->cu_seqlens_q && rows > plan->block_q &&
            others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
            (p->num_splits == 1 || p->b * others * 4 >= (int64_t)machine->gpu_sms * 3);

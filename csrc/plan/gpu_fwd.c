@@ -3,6 +3,7 @@
 #include "combination.h"
 #include "cuda/attn_fwd_params.h"
 #include "flex/flex.h"
+#include "gpu_gather.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -219,7 +220,7 @@ static int choose_row(const fa_problem *p, unsigned features, int sms, fa_plan *
 
 /* ---- the plan -------------------------------------------------------------------------------------------------- */
 
-const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { WIDEST = 256, MOST_WALKS_BYTES = 256 << 20 };
     const bool reads_cache = fa_reads_cache(p);
     const unsigned features = fa_cuda_features(p) | (reads_cache ? FA_CACHE : 0u) | (fa_has_mods(p) ? FA_FLEX : 0u);
@@ -268,5 +269,15 @@ const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
         fa_plan_mods(p, plan);
     }
     fa_plan_fwd_order(p, (int64_t)machine->gpu_sms * fa_fwd_sm90_row(row)->ctas, plan);
+    return NULL;
+}
+
+const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+    if (!fa_gathers(p)) return plan_fwd(p, machine, plan);
+    const fa_problem gathered = fa_gathered(p, NULL);
+    const char *why = plan_fwd(&gathered, machine, plan);
+    if (why) return why;
+    plan->gpu.gathers = true;
+    plan->workspace_bytes = (plan->workspace_bytes + 255) / 256 * 256 + fa_gather_bytes(p);
     return NULL;
 }

@@ -333,14 +333,19 @@ int fa_cache_box(const fa_problem *p, int block_kv) {
     return (int)box;
 }
 
+bool fa_has_boxes(const fa_problem *p) {
+    enum { SWIZZLED_ROWS = 8 }; /* after which TMA's pattern repeats */
+    return fa_cache_box(p, 32) % SWIZZLED_ROWS == 0;
+}
+
 const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
-    enum { SWIZZLED_ROWS = 8, MOST = 1 << 30 }; /* rows of a box after which TMA's pattern repeats */
+    enum { MOST = 1 << 30 };
     const fa_cache_pages pages = fa_cache_pages_of(p);
     NEEDS(!p->flex, "it takes no mod and no block mask beside a KV cache");
     NEEDS(!(p->paged && p->leftpad_k), "it takes no left padding beside a block table");
     NEEDS(p->paged || !p->cu_seqlens_k || !fa_reads_cache(p),
           "of packed keys it takes no left padding, and no lengths beside dense queries");
-    NEEDS(fa_cache_box(p, 32) % SWIZZLED_ROWS == 0, "it wants pages of a multiple of 8 keys");
+    NEEDS(fa_has_boxes(p), "it wants pages of a multiple of 8 keys, or room for copies of up to 1 GiB");
     NEEDS(pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
               p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,
           "it counts keys of a KV cache up to 2^30");

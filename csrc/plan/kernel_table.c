@@ -243,6 +243,7 @@ static const fa_row flex_walks_rows[] = {{.name = "flex_walks", .shared_bytes = 
 static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
+static const fa_row gather_rows[] = {{.name = "gather"}};
 static const fa_row sinks_rows[] = {{.name = "sinks"}};
 static const fa_row sinks_grad_rows[] = {{.name = "sinks_grad"}};
 static const fa_row bias_shift_rows[] = {{.name = "bias_shift"}};
@@ -495,6 +496,12 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .rows = kvcache_rows,
                     .num_rows = NUM_ROWS(kvcache_rows),
                     .chooses = any_chooses},
+    [FA_GATHER] = {.name = "gather",
+                   .files = FILES("gather.cu", "gather_params.h", "sequence.cuh", PROBLEM_FILES, MASK_FILES),
+                   .arch = 90,
+                   .rows = gather_rows,
+                   .num_rows = NUM_ROWS(gather_rows),
+                   .chooses = always_chooses},
     [FA_COMBINE] = {.name = "combine",
                     .files = FILES("combine.cu", "combine_params.h", "sinks.cuh", "sinks_params.h", "element.cuh",
                                    "ptx_launch.cuh", "ptx_sm80.cuh"),

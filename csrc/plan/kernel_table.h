@@ -47,6 +47,7 @@ typedef enum {
     FA_DELTA_ANY,
     FA_PROBS_ANY,
     FA_KVCACHE,
+    FA_GATHER, /* runs before FA_FWD_SM90 */
     FA_QUANTIZE,
     FA_COMBINE,
     FA_SINKS,

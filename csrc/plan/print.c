@@ -34,6 +34,7 @@ void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
             cpu->threads);
     if (gpu->group_heads > 0) say(&w, ", %d heads walked together", gpu->group_heads);
     if (gpu->tile_heads > 1) say(&w, ", %d heads in a tile", gpu->tile_heads);
+    if (gpu->gathers) say(&w, ", pages copied before it");
     if (gpu->is_dynamic) say(&w, ", work tiles from a counter");
     if (gpu->cluster > 0) say(&w, ", clusters of %d", gpu->cluster);
     if (gpu->decode.lanes > 0 && gpu->cluster == 0)

@@ -43,6 +43,7 @@ static const char *parameters_of(fa_variant variant) {
     case FA_BWD_SM80:
     case FA_BWD_DQ_SM80: return "fa_attn_bwd_sm80_params";
     case FA_COMBINE: return "fa_combine_params";
+    case FA_GATHER: return "fa_gather_params";
     case FA_QUANTIZE: return "fa_quantize_params";
     case FA_FLEX_BLOCKS: return "fa_cuda_flex_blocks";
     case FA_FLEX_CLASSIFY: return "classification";

@@ -46,7 +46,7 @@ def test_kernels_meet_the_reference(compiler, flags, tmp_path):
 GPU_PROGRAMS = {
     "dense and packed": ["cuda"],
     "with mods": ["cuda_flex", "flex_classify", "flex_walks"],
-    "decode and small kernels": ["cuda_decode", "cuda_combine", "quantize"],
+    "decode and small kernels": ["cuda_decode", "cuda_combine", "gather", "quantize"],
 }
 
 

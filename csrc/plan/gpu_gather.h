@@ -1,0 +1,19 @@
+/* Pages that a kernel does not read are copied side by side before it runs (cuda/gather.cu). */
+#ifndef FA_PLAN_GPU_GATHER_H
+#define FA_PLAN_GPU_GATHER_H
+
+#include "flash_attn.h"
+
+/* Do copies take the place of the pages, if attn_fwd_sm90 serves the call? */
+bool fa_gathers(const fa_problem *problem);
+
+/* The same problem with the copies in place of the pages. The workspace begins its copies at `copies`: k, v and the
+ * lengths. A planner has no workspace yet: NULL. */
+fa_problem fa_gathered(const fa_problem *problem, char *copies);
+
+size_t fa_gather_bytes(const fa_problem *problem);
+
+/* Microseconds of an H100. */
+double fa_us_of_gather(const fa_problem *problem);
+
+#endif
