@@ -269,6 +269,31 @@ def decode(source):
     return grid(["batch x cache, heads, head_dim", *columns], body) + caption(name, rows, text)
 
 
+def decode_turns(source):
+    """Microseconds in turns, beside FlashAttention-3 on the same caches."""
+    name = "decode_turns_<device>.csv"
+    rows = rows_of(source, name)
+    found = {}
+    for row in rows:
+        case = tuple(int(row[x]) for x in ("b", "cache", "h", "h_kv", "d"))
+        us = float(row["us"])
+        found[case, row["layout"], row["kernel"], row["flush"]] = f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+    columns = {"dense": ("dense", ["ours", "FA3"])}
+    columns |= {f"pages of {n}" if n == 1 else str(n): (f"pages of {n}", ["ours", "FA3"]) for n in (1, 16, 64, 256)}
+    columns |= {x: ("dense", [x]) for x in ("SDPA cuDNN", "SDPA FA2")}
+
+    def cell(case, layout, kernels):
+        words = [", ".join(found.get((case, layout, k, flush), "") for k in kernels) for flush in ("write", "read")]
+        return f"{words[0]} ({words[1]})" if words[0].strip(", ") else ""
+
+    body = [
+        [f"{b} x {cache}, {h}/{h_kv}, {d}", *(cell((b, cache, h, h_kv, d), *key) for key in columns.values())]
+        for b, cache, h, h_kv, d in dict.fromkeys(case for case, *_ in found)
+    ]
+    text = "Microseconds in turns: ours, FlashAttention-3. The L2 was filled by writing, and by reading in brackets. "
+    return grid(["batch x cache, heads, head_dim", *columns], body) + caption(name, rows, text)
+
+
 def prompts(source):
     """TFLOPS of prompts over caches."""
     name = "prompts_<device>.csv"
@@ -420,6 +445,7 @@ TABLES = {
     "peers": peers,
     "beside": beside,
     "decode": decode,
+    "decode, in turns": decode_turns,
     "prompts": prompts,
     "few queries": few_queries,
     "other shapes": shapes,
