@@ -15,13 +15,13 @@ run in a row without a graph, while the GPU has little work.
     python benchmarks/bench_decode.py --splits 0 1 4   other num_splits
     python benchmarks/bench_decode.py --kernels ours sm80 generic fa2    on Hopper beside the kernel before Hopper, and
                                                        beside the kernels that serve what the decode kernels leave
-    python benchmarks/bench_decode.py --turns write read --fa3 PATH    one call at a time
+    python benchmarks/bench_decode.py --turns write read --fa3 PATH    launch by launch, without graphs
 
 Writes decode_<device>.csv to the folder --out, prints the table and, with matplotlib, draws a picture beside the file.
 
-With --turns the kernels of a case run one call at a time, each a graph, in a random order in every turn. Before each
-call 256 MB are written or read, so the L2 is full of lines that others wrote or read. PATH is the library _C.so of
-FlashAttention-3, as xformers has it. It reads the same caches. Writes decode_turns_<device>.csv.
+With --turns the kernels of a case run launch by launch, in a random order in every turn. Before each launch 1 GB is
+written or read. So the L2 is full of lines that others wrote or read, and the host is ahead. PATH is the library _C.so
+of FlashAttention-3, as xformers has it. It reads the same caches. Writes decode_turns_<device>.csv.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from statistics import median
 import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
-from _gpu import compiled_flex, flusher, in_turns, machine, shuffled
+from _gpu import by_kernels, compiled_flex, flusher, in_turns, machine, ready, shuffled
 from _results import add_out, command, need_gpu, pictures, read, save
 from cases import BENCH_DECODE
 from tables import print_tables
@@ -216,25 +216,26 @@ def plot(rows, path):
 
 
 def turns_of(layouts, b, cache, h, h_kv, d, options):
-    """{(kernel, layout): (graph of one call, what the graph reads)}."""
+    """{(kernel, layout): a function that makes the call}."""
     q = torch.randn(b, 1, h, d, device="cuda", dtype=torch.bfloat16)
     used = torch.full((b,), cache, dtype=torch.int32, device="cuda")
-    calls = {}
+    found = {}
     for layout in layouts:
         if layout in (APPENDS, "warm"):
             continue
         k, v, table = cache_of(layout, b, cache, h_kv, d)
+        whole = {"cache_seqlens": used, "block_table": table}
         for kernel in options.kernels:
             if kernel in OURS:
-                whole = {"cache_seqlens": used, "block_table": table}
-                calls[kernel, layout] = functools.partial(flash_attn_with_kvcache, q, k, v, **whole)
+                call = functools.partial(flash_attn_with_kvcache, q, k, v, **whole)
+                found[kernel, layout] = functools.partial(by_kernels, OURS[kernel], call)
             elif layout == DENSE and kernel in PEERS:
-                calls[PEERS[kernel], layout] = peer_calls(kernel, b, cache, h, h_kv, d, 1)[0]
+                call = peer_calls(kernel, b, cache, h, h_kv, d, 1)[0]
+                found[PEERS[kernel], layout] = lambda call=call: call
         if options.fa3:
-            whole = {"seqused_k": used, "page_table": table}
-            calls["FA3", layout] = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, **whole)
-    found = {key: (captured([call], OURS.get(key[0])), call) for key, call in calls.items()}
-    return {key: pair for key, pair in found.items() if pair[0]}
+            call = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, seqused_k=used, page_table=table)
+            found["FA3", layout] = lambda call=call: call
+    return found
 
 
 def run_turns(options):
@@ -245,9 +246,8 @@ def run_turns(options):
         for number in options.cases:
             sizes, layouts = BENCH_DECODE[number]
             b, cache, h, h_kv, d = case = sizes.b, sizes.len_kv, sizes.h, sizes.h_kv, sizes.d
-            graphs = turns_of(layouts, *case, options)
-            replays = {key: graph.replay for key, (graph, _) in graphs.items()}
-            times, mhz = in_turns(replays, options.seconds, flusher(flush), rng)
+            calls = ready(turns_of(layouts, *case, options))
+            times, mhz = in_turns(calls, options.seconds, flusher(flush, SOME_BYTES), rng)
             words = []
             for (kernel, layout), ms in times.items():
                 where = layout if isinstance(layout, str) else f"pages of {layout}"
