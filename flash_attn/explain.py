@@ -236,7 +236,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
     """Returns the plan of the call ``function(*args, **kwargs)``. The call is checked and planned but not run.
 
         print(flash_attn.explain(flash_attn_func, q, k, v, causal=True))
-        print(*flash_attn.explain(model, x), sep="\n")
+        print(*flash_attn.explain(model, x), sep="\\n")
 
     Args:
         function: an attention function of this package, or anything that calls one: a module, a lambda, a model. What
