@@ -298,12 +298,12 @@ def test_another_stream_and_many_calls_at_once():
 
 
 @pytest.mark.parametrize("causal", BOTH)
-@pytest.mark.parametrize("d", (96, 128, 192, 256))
+@pytest.mark.parametrize("d", (32, 48, 64, 80, 96, 112, 128, 160, 192, 256))
 def test_packed_sequences_give_what_each_gives_alone(d, causal):
     """More sequences than the kernel examines together, some of which have unused keys. As above, every third head
-    repeats tiles. By then the kernel has begun tiles of later sequences. A sequence alone must take the same size of
-    tile. So 192 and 256 columns have one size only. 96 columns have two, and 128 another one for up to 128 keys: there
-    a sequence is packed alone, with the maxima of all."""
+    repeats tiles. By then the kernel has begun tiles of later sequences. Alone, a sequence stays where it is, and the
+    others are empty: the plan may take another size of tile for fewer rows or keys. 192 and 256 columns have one size,
+    so there a dense call gives the same, too."""
     torch.manual_seed(0)
     lengths = torch.randint(65, 400, (2, 70))
     lengths[:, ::9] = torch.tensor([0, 1, 64, 65, 127, 128, 129, 257])
@@ -320,15 +320,14 @@ def test_packed_sequences_give_what_each_gives_alone(d, causal):
     out, lse, *_ = _flash_attn_varlen_forward(q, k, v, cu_q.cuda(), cu_k.cuda(), *whole, seqused_k=used.cuda())
     for i in range(70):
         rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i] + used[i])
-        if d == 96 or (d == 128 and used[i] <= 128):
-            ends = (torch.tensor([0, x], dtype=torch.int32, device="cuda") for x in (lengths[0, i], used[i]))
-            alone, alone_lse, *_ = _flash_attn_varlen_forward(q[rows], k[keys], v[keys], *ends, *whole)
-        else:
+        ends = (torch.where(torch.arange(71) <= i, cu[i], cu[i + 1]).cuda() for cu in (cu_q, cu_k))
+        alone, alone_lse, *_ = _flash_attn_varlen_forward(q, k, v, *ends, *whole, seqused_k=used.cuda())
+        assert torch.equal(out[rows], alone[rows]) and torch.equal(lse[:, rows], alone_lse[:, rows])
+        if d > 160:
             alone, alone_lse, *_ = _flash_attn_forward(
                 q[None, rows], k[None, keys], v[None, keys], 0.0, scale, causal, -1, -1, 0.0, None, False
             )
-            alone, alone_lse = alone[0], alone_lse[0]
-        assert torch.equal(out[rows], alone) and torch.equal(lse[:, rows], alone_lse)
+            assert torch.equal(out[rows], alone[0]) and torch.equal(lse[:, rows], alone_lse[0])
 
 
 def test_bad_offsets_stay_inside_the_tensors():

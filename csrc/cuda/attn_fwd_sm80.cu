@@ -213,9 +213,11 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             load_operands(q_regs, shared.q_once + own_row * PITCH);
         }
     }
-    /* In a plain step all rows of the CTA see all keys, and all tiles to load exist as a whole. */
+    /* In a plain step all rows of the CTA see all keys, and all tiles to load exist as a whole. With one stage a late
+     * step loads V of the step before. */
     const bool has_all_rows = first_row + BLOCK_Q <= s.len_q;
-    const int plain_begin = uniform(max((int)IS_LATE, ceil_div(first_of(0) + BLOCK_KV - keys.full_end, BLOCK_KV)));
+    const int plain_begin = uniform(
+        max((int)IS_LATE, ceil_div(first_of(0) + BLOCK_KV - keys.full_end, BLOCK_KV) + (IS_LATE && STAGES == 1)));
     const int plain_end = has_all_rows && !shared.is_careful()
                               ? uniform(min(walk.num, (first_of(0) - keys.full_begin) / BLOCK_KV + 1))
                               : 0;

@@ -59,6 +59,9 @@ typedef enum { ROWS_THEN_HEADS, HEADS_THEN_ROWS, PADDED_ROWS, NUM_LAYOUTS } tens
 /* Do all rows consist of aligned pieces of 16 bytes, without additions of flash-attn 3? Some GPU kernels want this. */
 static bool has_16_bytes;
 
+/* Are calls so long that most tiles are seen whole, by all their rows? They have a mask or none, and no other option. */
+static bool has_whole_tiles;
+
 static tensor tensor_of(fa_dtype dtype, int64_t columns, int64_t b, int64_t rows, int64_t h, tensor_layout layout,
                         bool at_end) {
     tensor t = {.view = {.stride_b = rows * h * columns, .stride_row = h * columns, .stride_h = columns},
@@ -130,6 +133,7 @@ typedef struct {
 #endif
 static const int64_t head_dims[] = {HEAD_DIMS};
 static const int64_t head_dims_of_16_bytes[] = {64, 128, 8, 96, 256, 104, 136, 192, 40, 128, 200, 64, 248};
+static const int64_t head_dims_of_tiles[] = {32, 48, 64, 80, 96, 112, 128, 160, 192, 256}; /* before Hopper */
 static const int64_t v_head_dims[] = {1, 8, 31, 64, 96, 128, 200, 512};
 static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129};
 #define COUNT(array) ((int64_t)(sizeof(array) / sizeof *(array)))
@@ -206,6 +210,11 @@ static void draw_additions(test_case *c, random_source *more) {
 static void draw_masks(test_case *c, random_source *r, random_source *more) {
     fa_problem *p = &c->p;
     p->scale = 1 / sqrt((double)(p->d + (p->qv.data ? p->d_v : 0)));
+    if (has_whole_tiles) {
+        p->window_left = random_chance(r, 20) ? random_below(r, p->len_kv) : -1;
+        p->window_right = random_chance(r, 50) ? 0 : -1;
+        return;
+    }
     if (random_chance(more, 20)) p->scale = -p->scale;
     p->softcap = random_chance(r, 25) ? 2 + 10 * random_uniform(r) : 0;
     p->window_left = random_chance(r, 30) ? random_below(r, p->len_kv + 2) : -1;
@@ -230,7 +239,7 @@ static void draw_masks(test_case *c, random_source *r, random_source *more) {
  * unused keys. */
 static void draw_placement(test_case *c, random_source *r, random_source *more) {
     fa_problem *p = &c->p;
-    int64_t kind = random_below(r, p->pass == FA_FWD ? 5 : 2), cache_rows = p->b;
+    int64_t kind = random_below(r, p->pass == FA_FWD && !has_whole_tiles ? 5 : 2), cache_rows = p->b;
     p->total_q = p->b * p->len_q, p->total_kv = p->b * p->len_kv;
     if (kind == 1 || kind == 2) {
         p->cu_seqlens_q = random_cu_seqlens(r, p->b, p->len_q, c->at_end);
@@ -342,11 +351,18 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     p->d = p->d_v = has_16_bytes ? head_dims_of_16_bytes[seed % (uint64_t)COUNT(head_dims_of_16_bytes)]
                                  : head_dims[seed % (uint64_t)COUNT(head_dims)];
     draw_additions(&c, &more);
-    p->len_q = random_length(r);
-    p->len_kv = random_chance(r, 30) ? p->len_q : random_length(r);
+    if (has_whole_tiles) {
+        p->b = 1, p->h = p->h_kv = 1 + random_below(r, 2);
+        p->d = p->d_v = head_dims_of_tiles[seed % (uint64_t)COUNT(head_dims_of_tiles)];
+    }
+    p->len_q = has_whole_tiles ? (p->pass == FA_FWD ? 256 : 70) + random_below(r, 60) : random_length(r);
+    p->len_kv = has_whole_tiles        ? (p->pass == FA_FWD ? 70 : 256) + random_below(r, 120)
+                : random_chance(r, 30) ? p->len_q
+                                       : random_length(r);
     if (p->d <= 33 && random_chance(r, 20))
         p->len_kv = 1024 + random_below(r, 400); /* the backward then has several ranges of keys */
-    while (p->b * p->h * p->len_q * p->len_kv * (p->d + p->d_v) / 2 > most_work) p->len_q = p->len_q * 2 / 3;
+    while (!has_whole_tiles && p->b * p->h * p->len_q * p->len_kv * (p->d + p->d_v) / 2 > most_work)
+        p->len_q = p->len_q * 2 / 3;
     draw_placement(&c, r, &more);
     draw_masks(&c, r, &more);
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
@@ -426,13 +442,16 @@ static void case_print(const test_case *c) {
     printf(
         "  replay: check_kernels --seed %llu%s   %s %s b %d h %d h_kv %d d %d d_v %d len_q %d len_kv %d window %d,%d "
         "chunk %d softcap %g%s%s%s%s%s%s%s%s%s%s%s\n",
-        (unsigned long long)c->seed, has_16_bytes ? " --16-bytes" : "", p->pass == FA_FWD ? "fwd" : "bwd",
-        fa_dtype_name(p->dtype), (int)p->b, (int)p->h, (int)p->h_kv, (int)p->d, (int)p->d_v, (int)p->len_q,
-        (int)p->len_kv, (int)p->window_left, (int)p->window_right, (int)p->attention_chunk, p->softcap,
-        p->alibi_slopes ? " alibi" : "", p->dropout_p > 0 ? " dropout" : "", p->cu_seqlens_q ? " packed-q" : "",
-        p->cu_seqlens_k ? " packed-k" : "", p->paged ? " paged" : "", p->leftpad_k ? " leftpad" : "",
-        p->cache_batch_idx ? " cache_batch_idx" : "", p->qv.data ? " qv" : "", p->seqused_q ? " seqused_q" : "",
-        c->hides_nan ? " hidden-nan" : "", p->sinks.data ? " sinks" : "");
+        (unsigned long long)c->seed,
+        has_whole_tiles ? " --whole-tiles"
+        : has_16_bytes  ? " --16-bytes"
+                        : "",
+        p->pass == FA_FWD ? "fwd" : "bwd", fa_dtype_name(p->dtype), (int)p->b, (int)p->h, (int)p->h_kv, (int)p->d,
+        (int)p->d_v, (int)p->len_q, (int)p->len_kv, (int)p->window_left, (int)p->window_right, (int)p->attention_chunk,
+        p->softcap, p->alibi_slopes ? " alibi" : "", p->dropout_p > 0 ? " dropout" : "",
+        p->cu_seqlens_q ? " packed-q" : "", p->cu_seqlens_k ? " packed-k" : "", p->paged ? " paged" : "",
+        p->leftpad_k ? " leftpad" : "", p->cache_batch_idx ? " cache_batch_idx" : "", p->qv.data ? " qv" : "",
+        p->seqused_q ? " seqused_q" : "", c->hides_nan ? " hidden-nan" : "", p->sinks.data ? " sinks" : "");
 }
 
 #endif

@@ -679,6 +679,19 @@ static void test_16_bytes(void **state) {
 #endif
 }
 
+/* Kernels have loops of their own for tiles that all rows see whole. Each tile size gets calls with such tiles beside
+ * others that end with the tensors. */
+static void test_whole_tiles(void **state) {
+    (void)state;
+    const uint64_t first = 8000, num_seeds = (getenv("ALL_SEEDS") ? 30 : 6) * COUNT(head_dims_of_tiles);
+    bool good = has_16_bytes = has_whole_tiles = true;
+    for (uint64_t seed = first; seed < first + num_seeds; seed++)
+        for (int pass = FA_FWD; pass <= FA_BWD; pass++)
+            good = check_case(seed, (fa_pass)pass, seed % 3 ? FA_BF16 : FA_F16, false) && good;
+    has_16_bytes = has_whole_tiles = false;
+    assert_true(good);
+}
+
 /* ---- time ---------------------------------------------------------------------------------------------------- */
 
 static double thread_seconds(void) {
@@ -805,7 +818,8 @@ int main(int argc, char **argv) {
         machine.isa_legal[isa] = isa == FA_ISA_AVX512BF16 || isa == FA_ISA_AMX;
     if (is_emulation) machine.isa = FA_ISA_AMX;
     for (int isa = 0; IS_CUDA && isa < FA_NUM_ISAS; isa++) machine.isa_legal[isa] = isa == FA_ISA_SCALAR;
-    has_16_bytes = argc > 3 && !strcmp(argv[3], "--16-bytes"); /* replays a case of test_16_bytes */
+    has_whole_tiles = argc > 3 && !strcmp(argv[3], "--whole-tiles"); /* replays a case of test_whole_tiles */
+    has_16_bytes = has_whole_tiles || (argc > 3 && !strcmp(argv[3], "--16-bytes"));
     if (argc > 2 && !strcmp(argv[1], "--seed")) return replay(strtoull(argv[2], NULL, 10));
     if (argc > 1 && !strcmp(argv[1], "--time")) return time_kernels(argc > 2 ? argv[2] : ""), 0;
     const struct CMUnitTest tests[] = {
@@ -850,8 +864,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_bwd_bf16),     cmocka_unit_test(test_bwd_f16),
         cmocka_unit_test(test_nonfinite),    cmocka_unit_test(test_infinite_scores),
         cmocka_unit_test(test_fwd_e4m3),     cmocka_unit_test(test_16_bytes),
-        cmocka_unit_test(test_equal_scores),
+        cmocka_unit_test(test_equal_scores), cmocka_unit_test(test_whole_tiles),
     };
+    if (getenv("ONLY")) cmocka_set_test_filter(getenv("ONLY"));
     if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);
     if (is_emulation) return cmocka_run_group_tests(emulated_tests, NULL, NULL);
     return cmocka_run_group_tests(tests, NULL, NULL);
