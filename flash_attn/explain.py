@@ -78,7 +78,7 @@ def _as_plan(found):
 # ---- the calls of a function ---------------------------------------------------------------------------------------
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
-_NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", "losses", "models"))
+_NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", "losses"))
 _TORCH_CALLS_FROM = tuple(os.path.join("torch", *path) for path in (("autograd",), ("_library",), ("_ops.py",)))
 _NODES = re.compile(
     "_(Attended|AttendedWithAll|Attention|Transformed|Extended|Recorded|FlexAttention)Backward"
