@@ -15,8 +15,13 @@ run in a row without a graph, while the GPU has little work.
     python benchmarks/bench_decode.py --splits 0 1 4   other num_splits
     python benchmarks/bench_decode.py --kernels ours sm80 generic fa2    on Hopper beside the kernel before Hopper, and
                                                        beside the kernels that serve what the decode kernels leave
+    python benchmarks/bench_decode.py --turns write read --fa3 PATH    launch by launch instead of by graphs
 
 Writes decode_<device>.csv to the folder --out, prints the table and, with matplotlib, draws a picture beside the file.
+
+With --turns the kernels of a case run launch by launch, in a random order in every turn. Before each launch 256 MB are
+written or read, so the L2 is full of lines that others wrote or read. PATH is the library _C.so of FlashAttention-3, as
+xformers has it. It reads the same caches. Writes decode_turns_<device>.csv.
 """
 
 import argparse
@@ -29,7 +34,7 @@ from statistics import median
 import flash_attn_2_cuda
 import torch
 import torch.nn.functional as F
-from _gpu import compiled_flex, shuffled
+from _gpu import by_kernels, compiled_flex, flusher, in_turns, machine, ready, shuffled
 from _results import add_out, command, need_gpu, pictures, read, save
 from cases import BENCH_DECODE
 from tables import print_tables
@@ -42,6 +47,11 @@ COLUMNS = [
     "command",
 ]  # fmt: skip
 KEY = ("device", "kernel", "layout", "b", "cache", "h", "h_kv", "d", "num_splits")
+TURNS_COLUMNS = [
+    "date", "device", "torch", "flush", "kernel", "layout", "b", "cache", "h", "h_kv", "d", "us", "tb_s", "mhz",
+    "command",
+]  # fmt: skip
+TURNS_KEY = ("device", "flush", "kernel", "layout", "b", "cache", "h", "h_kv", "d")
 DENSE, APPENDS = "dense", "appends"
 HOST_CASE = (1, 64, 8, 2, 64)
 # Our kernels: the words of FLASH_ATTN_CUDA_KERNEL, None for all.
@@ -104,6 +114,16 @@ def copy_speed():
     return 2 * SOME_BYTES / median(times) / 1e9
 
 
+def cache_of(layout, b, cache, h_kv, d):
+    """(k, v, block_table)."""
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    if not isinstance(layout, int):
+        return *(torch.randn(b, cache, h_kv, d, **like) for _ in range(2)), None
+    pages = b * cache // layout
+    k, v = (torch.randn(pages, layout, h_kv, d, **like) for _ in range(2))
+    return k, v, torch.randperm(pages, device="cuda").view(b, -1).to(torch.int32)
+
+
 def our_calls(layout, b, cache, h, h_kv, d, num_splits, copies):
     like = {"device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(b, 1, h, d, **like)
@@ -115,13 +135,7 @@ def our_calls(layout, b, cache, h, h_kv, d, num_splits, copies):
     seqlens = torch.full((b,), cache - bool(new), dtype=torch.int32, device="cuda")
     calls = []
     for _ in range(copies):
-        if isinstance(layout, int):
-            pages = b * cache // layout
-            k, v = (torch.randn(pages, layout, h_kv, d, **like) for _ in range(2))
-            table = torch.randperm(pages, device="cuda").view(b, -1).to(torch.int32)
-        else:
-            k, v = (torch.randn(b, cache, h_kv, d, **like) for _ in range(2))
-            table = None
+        k, v, table = cache_of(layout, b, cache, h_kv, d)
         options = {"cache_seqlens": seqlens, "block_table": table, "num_splits": num_splits}
         calls.append(lambda k=k, v=v, options=options: flash_attn_with_kvcache(q, k, v, *new, **options))
     return calls
@@ -201,15 +215,65 @@ def plot(rows, path):
     figure.savefig(path)
 
 
+def turns_of(layouts, b, cache, h, h_kv, d, options):
+    """{(kernel, layout): a function that makes the call}."""
+    q = torch.randn(b, 1, h, d, device="cuda", dtype=torch.bfloat16)
+    used = torch.full((b,), cache, dtype=torch.int32, device="cuda")
+    found = {}
+    for layout in layouts:
+        if layout in (APPENDS, "warm"):
+            continue
+        k, v, table = cache_of(layout, b, cache, h_kv, d)
+        whole = {"cache_seqlens": used, "block_table": table}
+        for kernel in options.kernels:
+            if kernel in OURS:
+                call = functools.partial(flash_attn_with_kvcache, q, k, v, **whole)
+                found[kernel, layout] = functools.partial(by_kernels, OURS[kernel], call)
+            elif layout == DENSE and kernel in PEERS:
+                call = peer_calls(kernel, b, cache, h, h_kv, d, 1)[0]
+                found[PEERS[kernel], layout] = lambda call=call: call
+        if options.fa3:
+            call = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, seqused_k=used, page_table=table)
+            found["FA3", layout] = lambda call=call: call
+    return found
+
+
+def run_turns(options):
+    said, rng = command().replace(options.fa3 or "PATH", "PATH"), random.Random(0)
+    base = {**machine(), "command": said}
+    rows = []
+    for flush in options.turns:
+        for number in options.cases:
+            sizes, layouts = BENCH_DECODE[number]
+            b, cache, h, h_kv, d = case = sizes.b, sizes.len_kv, sizes.h, sizes.h_kv, sizes.d
+            times, mhz = in_turns(ready(turns_of(layouts, *case, options)), options.seconds, flusher(flush), rng)
+            words = []
+            for (kernel, layout), ms in times.items():
+                where = layout if isinstance(layout, str) else f"pages of {layout}"
+                named = dict(zip(("b", "cache", "h", "h_kv", "d"), case)) | {"kernel": kernel, "layout": where}
+                speed = round(4 * b * cache * h_kv * d / ms / 1e9, 3)
+                rows.append({**base, **named, "flush": flush, "us": round(1000 * ms, 2), "tb_s": speed, "mhz": mhz})
+                words.append(f"{kernel} {where} {1000 * ms:.1f}")
+            print(f"{flush} b{b} x {cache} {h}/{h_kv} d{d}: " + ", ".join(words), flush=True)
+            save(rows, options.out / f"decode_turns_{base['device']}.csv", TURNS_COLUMNS, TURNS_KEY)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--splits", type=int, nargs="+", default=[0])
     parser.add_argument("--cases", type=int, nargs="+", default=range(len(BENCH_DECODE)), help="numbers of the cases")
     parser.add_argument("--kernels", nargs="*", default=["ours", *PEERS], choices=[*OURS, *PEERS])
+    parser.add_argument("--turns", nargs="+", default=[], choices=["write", "read"], help="how the L2 is flushed")
+    parser.add_argument("--fa3", help="path of FlashAttention-3's library, for --turns")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a case together, with --turns")
     add_out(parser)
     options = parser.parse_args()
     need_gpu()
+    if options.fa3:
+        torch.ops.load_library(options.fa3)
+    if options.turns:
+        return run_turns(options)
 
     device = torch.cuda.get_device_name().replace(" ", "_")
     base = {"date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}

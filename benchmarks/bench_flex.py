@@ -209,7 +209,7 @@ def first_calls(calls, device):
 def times_of(calls, options, rng):
     """(name, {"ms" and what else is known}) of every call, by each rule of the device."""
     if options.device == "cuda":
-        flush = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+        flush = _gpu.flusher(num_bytes=1 << 30)
         times, mhz = _gpu.in_turns(calls, options.seconds, flush, rng)
         yield from ((name, {"rule": "turns", "ms": ms, "mhz": mhz}) for name, ms in times.items())
         for name, call in rng.sample(list(calls.items()), len(calls)):

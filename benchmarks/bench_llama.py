@@ -31,7 +31,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import torch
 import transformers
-from _gpu import in_turns, machine
+from _gpu import flusher, in_turns, machine
 from _results import add_out, need_gpu, save
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -123,7 +123,7 @@ def main():
     need_gpu()
     register()
     where, rng, rows = machine(), random.Random(0), []
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    flush = flusher()
     print(f"{where['device']}, torch {where['torch']}: ms of a step, of its attention, share", flush=True)
     for d in options.dims:
         h = options.hidden // d

@@ -17,7 +17,7 @@ import argparse
 import random
 
 import torch
-from _gpu import by_kernels, in_turns, machine, ready
+from _gpu import by_kernels, flusher, in_turns, machine, ready
 from _results import add_out, command, need_gpu, save
 from cases import BENCH_FEW, BENCH_PROMPTS
 from tables import print_tables
@@ -99,7 +99,7 @@ def seen(len_q, len_kv):
 
 
 def run(options):
-    flush, rng = torch.empty(256 << 20, dtype=torch.int8, device="cuda"), random.Random(0)
+    flush, rng = flusher(), random.Random(0)
     said = command().replace(options.fa3 or "PATH", "PATH")
     for case in BENCH_FEW if options.few else BENCH_PROMPTS:
         if case.d not in options.dims or case.b not in options.batches:

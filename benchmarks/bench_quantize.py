@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from _gpu import flusher
 from _results import add_out, command, need_gpu, save
 from cases import BENCH_QUANTIZE
 
@@ -89,11 +90,11 @@ def accuracy(options):
 
 def microseconds(function, repeats):
     """The median time of a launch. A fill of 256 MB before each launch empties the L2."""
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    flush = flusher()
     times = []
     for _ in range(repeats + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
+        flush()
         begin.record()
         function()
         end.record()

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from _gpu import by_kernels, in_turns, machine, peak_memory, ready
+from _gpu import by_kernels, flusher, in_turns, machine, peak_memory, ready
 from _results import add_out, command, need_gpu, save
 from cases import BENCH_SHAPES
 from tables import print_tables
@@ -82,7 +82,7 @@ def scores(len_q, len_kv, causal):
 
 
 def run(options):
-    flush, rng = torch.empty(256 << 20, dtype=torch.int8, device="cuda"), random.Random(0)
+    flush, rng = flusher(), random.Random(0)
     for name, case in BENCH_SHAPES.items():
         shape, causal, dtype = (case.b, case.len_q, case.len_kv, case.h, case.h_kv, case.d), case.causal, case.dtype
         if options.only and not any(word in name.replace(" ", "") for word in options.only):

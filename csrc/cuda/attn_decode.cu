@@ -110,9 +110,8 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         c.pages = p.block_table + c.cache_row * p.table_stride;
     else if (p.cu_seqlens_k)
         c.cache_row = 0;
-    /* Keys and values leave the L2 first where the launch reads each key once and the L2 cannot keep all keys for
-     * the next launch. */
-    const u64 l2_policy = s.work.w.is_stream && t.s.q_tiles == 1 ? l2_evict_first() : l2_evict_normal();
+    const bool leaves_first = s.work.w.leaves_first && t.s.q_tiles == 1; /* several tiles read each key again */
+    const u64 l2_policy = leaves_first ? l2_evict_first() : l2_evict_normal();
     const tile_walk keys = t.keys;
 
     /* Loads run SLOTS - 1 slots ahead. Loads of K and V alternate, and `load_step` counts their pairs. */

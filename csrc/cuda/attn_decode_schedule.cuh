@@ -105,7 +105,7 @@ struct item {
 struct share {
     int first, last, group;
     int size, longer;
-    bool is_stream; /* true: the keys and values of the launch do not all stay in the L2 */
+    bool leaves_first; /* true: keys and values leave the L2 first */
 };
 
 /* A piece is the key tiles [first, last) of an item. The piece has the part number `idx` of `parts`. */
@@ -179,6 +179,14 @@ DEVICE void choose_size(const params &p, share &w, int total, int items, int mos
     w.size = even, w.longer = 0;
 }
 
+/* Do keys and values leave the L2 first, where a launch reads so many key tiles? They do if the L2 cannot keep them all
+ * for the next call, and what earlier kernels left there may stay meanwhile. A longer launch wants the whole L2
+ * (measurements/decode.md). */
+DEVICE bool leaves_first(u64 tiles) {
+    const u64 bytes = tiles * (BLOCK_KV * HEAD_DIM * 4);
+    return bytes > 32 << 20 && bytes <= 256 << 20;
+}
+
 /* Counts the positions of a lane. Finds the group's share of the positions and the item at the beginning of the
  * share. A group without work gets an empty share. Every launch waits for this function, so its divisions use
  * numbers that the host has prepared. The whole CTA calls this function. */
@@ -211,7 +219,7 @@ DEVICE void find_share(const params &p, schedule &s, int group) {
         if (i < warp) end += s.tiles[i];
         total += s.tiles[i], items += s.items[i], most_tiles = max(most_tiles, s.most_tiles[i]);
     }
-    share w = {0, 0, group, 0, 0, (u64)total * p.lanes * (BLOCK_KV * HEAD_DIM * 4) > 32 << 20};
+    share w = {0, 0, group, 0, 0, leaves_first((u64)total * p.lanes)};
     choose_size(p, w, total, items, most_tiles);
     w.first = min(group * w.size + min(group, w.longer), total);
     w.last = min(w.first + w.size + (group < w.longer), total);
@@ -293,7 +301,7 @@ DEVICE void find_part(const params &p, schedule &s, piece &x, int number, int ra
     if (threadIdx.x == 0) {
         s.t = t;
         s.w.first = 0, s.w.last = is_there;
-        s.w.is_stream = (u64)sum * p.h_kv * (BLOCK_KV * HEAD_DIM * 4) > 32 << 20;
+        s.w.leaves_first = leaves_first((u64)sum * p.h_kv);
     }
     __syncthreads();
 }
