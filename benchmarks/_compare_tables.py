@@ -1,6 +1,7 @@
 """Tables of comparisons with PyTorch's attention: those and the picture of docs/compare.md, from the rows of
 compare_sdpa.py, and the training steps of docs/clients.md, from those of bench_llama.py."""
 
+import _pictures
 from _cpu_tables import grid
 from _results import read
 
@@ -123,30 +124,31 @@ TABLES = {
 def draw(rows, path):
     """Milliseconds of both passes and MiB of the backward, over the length."""
     try:
-        import matplotlib
+        plt = _pictures.pyplot()
     except ImportError:
         print("no picture: matplotlib is not installed")
         return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "flash-attn"  # the same rows give the same file
-    causal = ordered(rows, "causal")[-1]
-    panels = ("forward", "ms", "ms, forward"), ("backward", "ms", "ms, backward"), ("backward", "mib", "MiB, both")
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4))
+    causal, kernels = ordered(rows, "causal")[-1], ordered(rows, "kernel")
+    word = ", causal" if causal == "True" else ""
+    panels = (
+        ("forward", "ms", f"forward{word}: milliseconds"),
+        ("backward", "ms", f"backward{word}: milliseconds"),
+        ("backward", "mib", f"both passes{word}: MiB at the peak"),
+    )
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4.3))
     for axis, (which, column, label) in zip(axes, panels):
-        for kernel in ordered(rows, "kernel"):
-            points = sorted(
+        points = {
+            kernel: sorted(
                 (int(row["length"]), float(row[column]))
                 for row in rows
-                if (row["kernel"], row["pass"], row["causal"]) == (kernel, which, causal) and row[column]
+                if (row["kernel"], row["pass"], row["causal"]) == (kernel, which, causal)
+                and float(row[column] or 0) > 0
             )
-            points = [(x, y) for x, y in points if y > 0]
-            if points:
-                axis.plot(*zip(*points), marker="o", label=kernel)
-        axis.set(title=label, xlabel="length", xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+            for kernel in kernels
+        }
+        _pictures.curves(axis, points)
+        axis.set(title=label, yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(kernels), frameon=False)
+    _pictures.save(figure, path, bottom=0.07)
     plt.close(figure)

@@ -19,6 +19,7 @@ from statistics import mean
 import _compare_tables
 import _cpu_tables
 import _mod_tables
+import _pictures
 from _cpu_tables import grid
 from _results import RESULTS, merge, read
 
@@ -496,39 +497,35 @@ def print_tables(folder, device=DEVICE):
 
 def draw(folder):
     """TFLOPS in turns over the length, a picture for each pass and head_dim."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "flash-attn"  # the same rows give the same file
-    for stem in "fwd", "bwd":
+    plt = _pictures.pyplot()
+    for stem, word in ("fwd", "forward"), ("bwd", "backward"):
         path = folder / f"{stem}_{DEVICE}.csv"
         if not path.exists():
             continue
-        found = tflops(read(path))
+        rows = read(path)
+        found = tflops(rows)
         for d in sorted({d for _, d, *_ in found}):
             figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
             for axis, causal in zip(axes, (False, True)):
-                for kernel in dict.fromkeys(kernel for kernel, *_ in found):
-                    points = sorted(
+                points = {
+                    title(kernel, rows): sorted(
                         (int(length), speed)
                         for (of, dim, length, mask), speed in found.items()
                         if (of, dim, mask) == (kernel, d, causal)
                     )
-                    axis.plot(*zip(*points), marker="o", label=kernel)
-                name = f"head_dim {d}{', causal' if causal else ''}"
-                axis.set(title=name, xlabel="length", xscale="log", ylabel="TFLOPS")
+                    for kernel in dict.fromkeys(kernel for kernel, *_ in found)
+                }
+                _pictures.curves(axis, points)
+                axis.set(title=f"{word}, head_dim {d}{', causal' if causal else ''}", ylabel="TFLOPS, H100, bf16")
                 axis.set_ylim(bottom=0)
-                axis.grid(alpha=0.3)
             axes[0].legend()
-            figure.tight_layout()
-            figure.savefig(path.with_name(f"{path.stem}_d{d}.svg"), metadata={"Date": None})
+            _pictures.save(figure, path.with_name(f"{path.stem}_d{d}.svg"))
             plt.close(figure)
 
 
 def draw_speed(folder):
     """README's picture: TFLOPS back to back at length 16k, of all kernels and head dimensions."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "flash-attn"
+    plt = _pictures.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10, 3), sharey=True)
     kernels = {"ours": "#d1495b", "cuDNN": "#8d99ae", "FA2": "#c8ced9"}
     for axis, (stem, word) in zip(axes, (("fwd", "forward"), ("bwd", "backward"))):
@@ -546,8 +543,7 @@ def draw_speed(folder):
     axes[0].set_ylabel("TFLOPS, H100, bf16, length 16k")
     axes[1].legend(frameon=False, fontsize=8, ncol=3, loc="upper right")
     axes[0].set_ylim(0, 850)
-    figure.tight_layout()
-    figure.savefig(folder / f"speed_{DEVICE}.svg", metadata={"Date": None})
+    _pictures.save(figure, folder / f"speed_{DEVICE}.svg")
     plt.close(figure)
 
 

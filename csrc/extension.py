@@ -5,6 +5,7 @@ and its module. Each extension is plain C on CPython's limited API and finds lib
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -133,6 +134,9 @@ class BuildExt(build_ext):
         super().run()  # clears inplace while it compiles
 
     def build_extensions(self):
+        compiler = self.compiler.compiler_so[0] if self.compiler.compiler_type == "unix" else None
+        if compiler and not shutil.which(compiler):
+            sys.exit(f"Building needs a C compiler, and {compiler} was not found: install gcc or clang, or set CC")
         if self.keeps_objects and self.compiler.compiler_type == "unix":
             # pip's own folder for temporary files would be gone with the next install.
             self.build_temp = os.path.join("build", f"objects-{sys.implementation.cache_tag}")

@@ -129,8 +129,8 @@ typedef struct {
     int64_t attention_chunk;   /* 0: off */
     const float *alibi_slopes; /* [h], or [b, h] with alibi_stride_b; NULL: none */
     int64_t alibi_stride_b;
-    fa_scores
-        bias; /* CPU only, dense and without softcap and ALiBi; in fp64 of the dtype of q, else fp16, bf16 or fp32 */
+    /* CPU only, dense and without softcap and ALiBi; in fp64 of the dtype of q, else fp16, bf16 or fp32. */
+    fa_scores bias;
 
     /* Dropout of the probabilities. cpu/dropout.h maps Philox numbers to elements. */
     double dropout_p; /* 0: off */
@@ -203,8 +203,8 @@ typedef struct {
     int threads;
     int gpu_capability; /* 90 for compute capability 9.0; 0: the tensors are on the CPU */
     int gpu_sms;        /* multiprocessors of the GPU that holds the tensors; 0: unknown */
-    const char
-        *gpu_kernels; /* FLASH_ATTN_CUDA_KERNEL: only kernels whose names contain one of these words; NULL: all */
+    /* FLASH_ATTN_CUDA_KERNEL: only kernels whose names contain one of these words; NULL: all. */
+    const char *gpu_kernels;
 } fa_machine;
 
 /* Bytes of the longest name, with room for the hash of a user's text: "_" and 16 digits. */

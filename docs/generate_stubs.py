@@ -4,7 +4,7 @@
     python docs/generate_stubs.py --check    says which stubs are old, and fails if there are any
 
 A stub has the annotated functions of its module. A function of FUNCTIONS has an overload for each result:
-``flash_attn_func`` returns a tensor, and with ``return_lse=True`` a pair. tests/test_types.py runs the check.
+``flash_attn_func`` returns a tensor, and with ``return_lse=True`` a pair. tests/guards/test_types.py runs the check.
 """
 
 import argparse

@@ -243,7 +243,8 @@ def draw(kinds, name, folder):
 
     figure, axes = pyplot.subplots(figsize=(4, 4))
     axes.imshow(kinds, cmap=ListedColormap(["#f2f2f2", "#f4b860", "#2f6690"]), vmin=0, vmax=2)
-    axes.set(title=f"{name}: empty, partial (light), full (dark)", xlabel="block of keys", ylabel="block of queries")
+    axes.set(title=f"{name}: empty (grey), partial (yellow), full (blue)")
+    axes.set(xlabel="block of keys", ylabel="block of queries")
     axes.title.set_fontsize(8)
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{name}.png", dpi=120, bbox_inches="tight")

@@ -54,7 +54,7 @@ def facts():
     yield "kernels", f"{now}  of {', '.join([*others, best])}"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        runs = "kernels of its own" if capability == (9, 0) else "generic kernels"
+        runs = "kernels of its own" if capability == (9, 0) else "special kernels in fp16 and bf16, generic kernels"
         if capability < (8, 0):
             runs = "too old for the kernels, its tensors raise an error"
         yield "GPU", f"{torch.cuda.get_device_name()}; {runs}"

@@ -48,14 +48,15 @@ def prebuild(
     """Compiles the kernels that the disk cache lacks.
 
     Args:
-        archs: any of ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90a"``, ``"sm_100"``, ``"sm_103"``, ``"sm_120"``,
-            ``"sm_121"``.
+        archs: any of ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90a"`` (also ``"sm_90"``), ``"sm_100"``,
+            ``"sm_103"``, ``"sm_120"``, ``"sm_121"``.
         all_features: also compile kernels for windows, softcap, ALiBi and dropout. For sm_90a also compile the generic
             kernels, which serve the calls that Hopper's own kernels do not take.
         progress: called after each kernel with (number done, number in all, name, whether it was compiled).
     Returns:
         The names of the kernels that were compiled.
     Raises:
+        ValueError: there is no such architecture.
         RuntimeError: there is no NVRTC, a kernel does not compile, or the kernel cannot be kept.
 
     >>> names = prebuild(["sm_90a"])  # doctest: +SKIP

@@ -18,8 +18,8 @@ import importlib
 import os
 import sys
 
+from flash_attn import _variants
 from flash_attn._prebuild import kept_kernels, kernel_root, prebuild, prebuild_call
-from flash_attn._variants import ARCHS
 
 
 def _bar(done, total, name, _is_new):
@@ -64,7 +64,11 @@ def _build_call(place, archs):
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flash_attn.build", description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", nargs="+", default=["sm_90a"], choices=[*ARCHS, "sm_90"])
+    names = sorted([*_variants.ARCHS, "sm_90"], key=_variants.number_of)
+    parser.add_argument(
+        "--arch", nargs="+", default=["sm_90a"], choices=names, metavar="ARCH",
+        help=f"the GPUs to compile for: {', '.join(names)} (default: sm_90a, which is Hopper; sm_90 is the same)",
+    )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--all", action="store_true", help="windows, softcap, ALiBi and dropout too")
     what.add_argument(

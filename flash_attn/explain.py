@@ -80,7 +80,7 @@ def _as_plan(found):
 # ---- the calls of a function ---------------------------------------------------------------------------------------
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
-_NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", "losses", "models"))
+_NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", "losses"))
 _TORCH_CALLS_FROM = tuple(os.path.join("torch", *path) for path in (("autograd",), ("_library",), ("_ops.py",)))
 _NODES = re.compile(
     "_(Attended|AttendedWithAll|Attention|Transformed|Extended|Recorded|FlexAttention)Backward"
@@ -238,7 +238,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
     """Returns the plan of the call ``function(*args, **kwargs)``. The call is checked and planned but not run.
 
         print(flash_attn.explain(flash_attn_func, q, k, v, causal=True))
-        print(*flash_attn.explain(model, x), sep="\n")
+        print(*flash_attn.explain(model, x), sep="\\n")
 
     Args:
         function: an attention function of this package, or anything that calls one: a module, a lambda, a model. What

@@ -31,7 +31,7 @@ class Sdist(sdist):
 
     def make_release_tree(self, base_dir, files):
         super().make_release_tree(base_dir, [name for name in files if not name.startswith("..")])
-        ignored = shutil.ignore_patterns("*.o", "*.so", "__pycache__")
+        ignored = shutil.ignore_patterns("*.o", "*.so", "__pycache__", "measurements")
         shutil.copytree(CSRC, Path(base_dir, "csrc"), ignore=ignored, dirs_exist_ok=True)
         shutil.copy(LICENSE, Path(base_dir, "LICENSE"))
         shutil.copy(VARIANTS, Path(base_dir, "csrc", "gpu", "_variants.py"))

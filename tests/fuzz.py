@@ -564,6 +564,8 @@ def run_apart(run, first, end):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     arguments = sys.argv[1:]
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.exit(__doc__)
     on_cuda = "--cuda" in arguments
     if "--seconds" in arguments:
         at = arguments.index("--seconds")

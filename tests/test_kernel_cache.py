@@ -295,6 +295,8 @@ def test_without_a_folder_one_warning_is_all(cache, tmp_path):
     one_warning(said, f"cannot write to {below}: Not a directory")
     one_warning(cache("write", "kernel", 7, "x", FLASH_ATTN_CACHE_DIR=None)[1], "there is no home folder")
     assert cache("read", "kernel", 7, FLASH_ATTN_CACHE_DIR=None) == ("absent", "")
+    if sys.platform == "linux":  # no user may make a folder there; the words are the system's reason
+        assert "No such file" not in cache("write", "kernel", 7, "x", FLASH_ATTN_CACHE_DIR="/sys/flash_attn")[1]
     long = str(tmp_path) + ("/" + "a" * 200) * 6
     assert cache("read", "kernel", 7, FLASH_ATTN_CACHE_DIR=long)[0] == "absent"
 

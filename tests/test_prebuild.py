@@ -114,6 +114,7 @@ def test_without_nvrtc_one_sentence(tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "install NVIDIA's package nvidia-cuda-nvrtc, or set FLASH_ATTN_NVRTC" in done.stderr
+    assert f"it is {environment['FLASH_ATTN_NVRTC']}, which cannot be loaded" in done.stderr
 
 
 def test_kept_kernels_are_listed(tmp_path):

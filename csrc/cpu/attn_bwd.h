@@ -107,6 +107,17 @@ static int64_t bwd_next_block(const bwd_task *t, int64_t block, int64_t end_key)
     return block;
 }
 
+/* Flex: adds what the tiles of the pass see of the task's keys to the table. */
+static void bwd_find_views(const bwd_task *t) {
+    for (int i = 0; i < t->num_tiles; i++) {
+        const fa_bwd_tile *tile = &t->tiles[i];
+        int64_t key, stop;
+        if (bwd_find_keys(t->job, &t->s, tile, t->keys_begin, t->keys_end, &key, &stop))
+            fa_flex_see_task(&t->job->seen, t->programs, t->s.b_idx, tile->head[0], tile->row[0],
+                             tile->row[0] + tile->valid_lanes, key, stop);
+    }
+}
+
 static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_programs *programs,
                          flex_own_views *own_views, char *scratch) {
     const fa_bwd_layout *l = &job->layout;
@@ -154,13 +165,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
         }
         if (first_key < t.keys_begin) first_key = t.keys_begin;
         if (end_key > t.keys_end) end_key = t.keys_end;
-        for (int i = 0; i < t.num_tiles && fa_flex_of(p); i++) {
-            const fa_bwd_tile *tile = &t.tiles[i];
-            int64_t key, stop;
-            if (bwd_find_keys(job, &t.s, tile, t.keys_begin, t.keys_end, &key, &stop))
-                fa_flex_see_task(&job->seen, programs, t.s.b_idx, tile->head[0], tile->row[0],
-                                 tile->row[0] + tile->valid_lanes, key, stop);
-        }
+        if (fa_flex_of(p)) bwd_find_views(&t);
         t.block = t.keys_begin + (first_key - t.keys_begin) / l->block_kv * l->block_kv;
         for (bool is_first = true; t.block < end_key; is_first = false) {
             const int64_t next = bwd_next_block(&t, t.block, end_key);

@@ -56,8 +56,8 @@ typedef struct {
     float softcap;         /* times log2(e); 0: off. With softcap the scores enter as scale / softcap q.k */
     const float *slope;    /* [lanes] ALiBi slope times log2(e); NULL: off */
     const float *diagonal; /* [lanes] the key at distance 0 */
-    const float
-        *bias; /* [keys][lanes] added to the scores, in units of log2, from the first key of the call; NULL: off */
+    /* [keys][lanes] added to the scores, in units of log2, from the first key of the call; NULL: off */
+    const float *bias;
     const float *first, *end;
     bool masked; /* some lane does not see every key of the range */
 } score_options;

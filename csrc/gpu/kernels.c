@@ -115,7 +115,11 @@ static fa_status build_it(fa_variant variant, fa_absent_kernels absent, fa_asked
         status = fa_variant_compile(variant, &cubin, err);
         kernel->is_compiled = status == FA_OK;
         if (status == FA_OK && !fa_cache_write(kernel->name, kernel->key, &cubin))
-            status = fa_fail(err, FA_EINVAL, "the compiled kernel %s could not be stored", kernel->name);
+            status =
+                fa_fail(err, FA_EINVAL,
+                        "the compiled kernel %s could not be stored: set FLASH_ATTN_CACHE_DIR to a folder that you "
+                        "and nobody else can write to",
+                        kernel->name);
     }
     free(cubin.data);
     return status;

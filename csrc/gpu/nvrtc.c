@@ -82,11 +82,15 @@ static long size_of_file(const char *path) {
 
 static fa_status load_nvrtc(fa_nvrtc *found, fa_error *err) {
     void *library = open_nvrtc();
-    if (!library)
+    if (!library) {
+        char path[1024], named[1100] = "";
+        if (fa_environment_get(FA_FLASH_ATTN_NVRTC, path, sizeof path))
+            snprintf(named, sizeof named, "; it is %s, which cannot be loaded", path);
         return fa_fail(err, FA_EUNSUPPORTED,
                        "flash_attn: this kernel is not compiled yet and %s, which would compile it, was not found: "
-                       "install NVIDIA's package nvidia-cuda-nvrtc, or set FLASH_ATTN_NVRTC to the library's path",
-                       nvrtc_names[0]);
+                       "install NVIDIA's package nvidia-cuda-nvrtc, or set FLASH_ATTN_NVRTC to the library's path%s",
+                       nvrtc_names[0], named);
+    }
 #define FIND(symbol, result, parameters)                                                           \
     {                                                                                              \
         void *address = fa_library_symbol(library, #symbol);                                       \

@@ -5,10 +5,6 @@
 #include "cpu/dispatch.h"
 #include "cpu/bwd_layout.h"
 
-/* Below this number of FLOPs a second thread costs more than it saves: the work takes 10 us, and waking a thread takes
- * a few us. */
-static const double inline_flops = 2e6;
-
 /* Tiles that share a packed block of keys. More tiles would cost less packing and more cache. */
 static const int64_t most_tiles = 8;
 
@@ -77,7 +73,7 @@ void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     while (plan->cpu.isa == FA_ISA_AMX && tiles > 1 && tiles * tile_bytes > (int64_t)machine->l2_bytes / 2) tiles--;
 
     double flops = (double)(p->h * (6 * p->d + 4 * p->d_v)) * (double)p->total_q * (double)p->len_kv;
-    int threads = flops < inline_flops || machine->threads < 1 ? 1 : machine->threads;
+    int threads = flops < FA_INLINE_FLOPS || machine->threads < 1 ? 1 : machine->threads;
     const int64_t most_tasks = p->b * p->h_kv * ranges;
     if (threads > most_tasks) threads = most_tasks > 0 ? (int)most_tasks : 1;
     const int shares = fa_bwd_shares(p, ranges, threads);

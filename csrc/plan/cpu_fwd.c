@@ -5,10 +5,6 @@
 #include "cpu/dispatch.h"
 #include "cpu/fwd_layout.h"
 
-/* Below this number of FLOPs a second thread costs more than it saves: the work takes 10 us, and waking a thread takes
- * a few us. */
-static const double inline_flops = 2e6;
-
 static double flops_of(const fa_problem *p) {
     double pairs = 0;
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
@@ -53,7 +49,7 @@ void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *pl
     const int64_t num_shares = (most + tiles - 1) / tiles;
     tiles = (most + num_shares - 1) / num_shares; /* all tasks of a head get about as many tiles */
 
-    int threads = flops_of(p) < inline_flops || machine->threads < 1 ? 1 : machine->threads;
+    int threads = flops_of(p) < FA_INLINE_FLOPS || machine->threads < 1 ? 1 : machine->threads;
     while (threads > 1 && tiles > 1 && fa_fwd_tasks(p, block_q, (int)tiles, NULL) < 2 * threads)
         tiles = (tiles + 1) / 2;
     int64_t num_tasks = fa_fwd_tasks(p, block_q, (int)tiles, NULL);

@@ -24,14 +24,17 @@ enum { NAME_BYTES = 256 };
 
 /* ---- folders --------------------------------------------------------------------------------------------------- */
 
-static void make_folders(const char *path) {
+/* Returns the error of the first folder that could not be made, or 0. */
+static int make_folders(const char *path) {
     char part[FA_PATH_BYTES];
+    int why = 0;
     for (size_t i = 1; path[i - 1] && i < sizeof part; i++)
         if (path[i] == '/' || path[i] == '\0') {
             memcpy(part, path, i);
             part[i] = '\0';
-            mkdir(part, 0700);
+            if (mkdir(part, 0700) != 0 && errno != EEXIST && why == 0) why = errno;
         }
+    return why;
 }
 
 /* Checks the open folder or file. All later steps use the same handle, so the folder or file cannot be exchanged
@@ -49,9 +52,10 @@ const char *fa_folder_open(fa_folder *folder, const char *path, fa_folder_kind k
     const bool make = kind == FA_NEW_FOLDER_OF_THE_USER;
     if ((size_t)snprintf(folder->path, sizeof folder->path, "%s", path) >= sizeof folder->path)
         return "its path is too long";
-    if (make) make_folders(path);
+    const int why_not_made = make ? make_folders(path) : 0;
     folder->handle = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder->handle < 0) return errno == ENOENT && !make ? "" : strerror(errno);
+    if (folder->handle < 0 && errno == ENOENT) return make ? strerror(why_not_made ? why_not_made : ENOENT) : "";
+    if (folder->handle < 0) return strerror(errno);
     folder->kind = kind;
     const char *why = why_not_trusted(kind, folder->handle);
     if (why) close(folder->handle);

@@ -28,8 +28,8 @@ static fa_status check_dtypes(const fa_call *c, fa_dtype *dtype, fa_error *err) 
         *dtype = FA_E4M3;
     else if (c->layout == FA_OP_3 && c->pass == FA_FWD)
         return fa_fail(err, FA_EINVAL,
-                       "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type, fp32, and on the CPU fp64; q "
-                       "is %s",
+                       "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type, fp32, and on the CPU fp64; "
+                       "q is %s",
                        dtype_words(came));
     else
         return fa_fail(err, FA_EINVAL,
@@ -508,9 +508,7 @@ fa_status fa_check_call(const fa_call *c, fa_problem *p, fa_error *err) {
     p->empty_lse = is_3 || c->has_options ? -INFINITY : INFINITY;
     if (c->is_for_cpu) p->empty_lse = 0;
     REQUIRE(c->q.device_type == fa_torch.cpu || c->q.device_type == fa_torch.cuda,
-            "q must be on the CPU or on CUDA; it "
-            "is on %s",
-            device_words(c->q.device_type, c->q.device_idx, &w));
+            "q must be on the CPU or on CUDA; it is on %s", device_words(c->q.device_type, c->q.device_idx, &w));
     p->device = is_on_gpu(&c->q) ? FA_CUDA : FA_CPU;
     p->device_idx = c->q.device_idx;
     TRY(check_dtypes(c, &p->dtype, err));

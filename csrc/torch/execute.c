@@ -141,8 +141,7 @@ fa_status fa_execute(const fa_call *call, fa_outputs *outputs, fa_error *err) {
     if (status == FA_OK) status = fa_make_outputs(call, !fa_plan_only() && !fa_gpu_imagined(), &problem, outputs, err);
     if (status != FA_OK || fa_plan_only()) return status;
     status = fa_gpu_imagined() ? ask_for_kernels(&problem, &plan, err) : write_and_run(call, &problem, &plan, err);
-    if (status != FA_OK)
-        while (outputs->num > 0) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[--outputs->num]);
+    if (status != FA_OK) fa_drop_outputs(outputs);
     return status;
 }
 

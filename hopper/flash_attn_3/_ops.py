@@ -21,12 +21,12 @@ An op that returns its argument ``out`` cannot be compiled. So the Python functi
 import torch
 
 try:
-    from flash_attn_3 import _C
-except ModuleNotFoundError as error:
+    import flash_attn_3._C as _C  # NOTE: where it is missing, "from flash_attn_3 import _C" raises another ImportError
+except ModuleNotFoundError:
     raise ImportError(
         "flash_attn_3 needs its compiled module flash_attn_3._C, which is not installed: run `pip install ./hopper` "
         "in the source tree"
-    ) from error
+    ) from None
 
 __all__ = ["_C", "forget_own_kernels", "ops", "output_dtype", "refuse_backward", "register_once"]
 

@@ -58,17 +58,17 @@ SAME_FUNCTION(torch::autograd::impl::bump_version, void (*)(const at::Tensor &))
 static_assert(sizeof(fa_cpp_location) == sizeof(c10::SourceLocation) && sizeof(fa_cpp_location) > 16 &&
                   std::is_trivially_copyable<c10::SourceLocation>::value,
               "a location is passed in memory");
-static_assert(sizeof(fa_cpp_string) == sizeof(std::string), "csrc/torch_throw.c makes a std::string");
+static_assert(sizeof(fa_cpp_string) == sizeof(std::string), "csrc/torch/torch_throw.c makes a std::string");
 static_assert(sizeof(c10::Error) <= FA_CPP_ERROR_BYTES && sizeof(c10::OutOfMemoryError) == sizeof(c10::Error) &&
                   std::is_base_of<c10::Error, c10::OutOfMemoryError>::value,
-              "csrc/torch_throw.c makes a c10::OutOfMemoryError of a c10::Error");
+              "csrc/torch/torch_throw.c makes a c10::OutOfMemoryError of a c10::Error");
 
 static_assert(sizeof(StableIValue) == 8, "a slot of a boxed call has 64 bits");
 
 #define SAME_PLACE(ours, member, theirs, their_member)                                    \
     static_assert(offsetof(ours, member) == offsetof(theirs, their_member) &&             \
                       sizeof(((ours *)0)->member) == sizeof(((theirs *)0)->their_member), \
-                  #member ": csrc/dlpack.h and the installed torch disagree")
+                  #member ": csrc/torch/dlpack.h and the installed torch disagree")
 SAME_PLACE(fa_dl_tensor, data, DLTensor, data);
 SAME_PLACE(fa_dl_tensor, device_type, DLTensor, device.device_type);
 SAME_PLACE(fa_dl_tensor, device_idx, DLTensor, device.device_id);

@@ -1,6 +1,7 @@
 """An installation in place compiles again what has changed, and nothing else."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -60,3 +61,13 @@ def test_only_what_changed_is_compiled(build, tmp_path):
     (tmp_path / "b.c").touch()
     assert install(CFLAGS="-O0") == ("3 4", "ab")
     assert install("--force", CFLAGS="-O0") == ("3 4", "ab")
+
+
+def test_without_a_compiler_one_sentence(tmp_path):
+    (tmp_path / "setup.py").write_text(SETUP)
+    (tmp_path / "a.c").write_text(A)
+    command = [sys.executable, "setup.py", "-q", "build_ext"]
+    environment = {**os.environ, "CC": "no-such-cc", "PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    sentence = "Building needs a C compiler, and no-such-cc was not found: install gcc or clang, or set CC"
+    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1] == sentence

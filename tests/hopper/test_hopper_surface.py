@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import re
+import shutil
 
 import flash_attn_3.flash_attn_config
 import flash_attn_3.flash_attn_interface as fa3
@@ -150,6 +151,18 @@ def test_examples_of_the_readme_run():
         code = f"import sys; sys.path.insert(0, {str(HOPPER)!r})\n{example}"
         done = fresh_python.python(code)
         assert done.stdout == printed, done.stderr
+
+
+def test_without_the_compiled_module_one_sentence(tmp_path):
+    """As in a checkout that was not built."""
+    shutil.copytree(HOPPER / "flash_attn_3", tmp_path / "flash_attn_3", ignore=shutil.ignore_patterns("_C.*"))
+    done = fresh_python.python(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport flash_attn_3.flash_attn_interface"
+    )
+    said = done.stderr.strip().splitlines()[-1]
+    assert said.startswith(
+        "ImportError: flash_attn_3 needs its compiled module flash_attn_3._C, which is not installed"
+    )
 
 
 def test_host_time_of_a_call():

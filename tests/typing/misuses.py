@@ -1,4 +1,4 @@
-"""One mistake a line, for type checkers (tests/test_types.py). Nothing runs this file."""
+"""One mistake a line, for type checkers (tests/guards/test_types.py). Nothing runs this file."""
 
 from flash_attn_3.flash_attn_interface import quantize
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Typical uses, for type checkers (tests/test_types.py). Nothing runs this file."""
+"""Typical uses, for type checkers (tests/guards/test_types.py). Nothing runs this file."""
 
 from typing import Any, Optional, Union
 

@@ -1,4 +1,4 @@
-"""Typical uses of flash_attn_3, for type checkers (tests/test_types.py). Nothing runs this file."""
+"""Typical uses of flash_attn_3, for type checkers (tests/guards/test_types.py). Nothing runs this file."""
 
 from typing import Union
 
