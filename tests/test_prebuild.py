@@ -18,7 +18,7 @@ NAME = re.compile(
 )
 DTYPES = ("bf16", "fp16")
 HELPER = re.compile(
-    r"attn_bwd_prep_(bf16|fp16)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+(_varlen)?|flex_walks"
+    r"attn_bwd_prep_(bf16|fp16)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+(_varlen)?|flex_walks|gather"
 )
 
 

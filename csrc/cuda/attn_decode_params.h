@@ -11,10 +11,6 @@
 #define FA_DECODE_MAX_CLUSTER   8  /* CTAs of a cluster */
 #define FA_DECODE_CLUSTER_BATCH 32 /* sequences of a launch with clusters, one per lane of a warp */
 
-/* A row of a part that a cluster writes has so many floats. Each CTA of the cluster writes a slice of the columns,
- * with m and l of its own. */
-#define FA_DECODE_SLICED_ROW(d, cluster) ((d) + 4 * (cluster))
-
 /* This kernel appends at most so many new keys to a sequence. kvcache.cu appends more keys. */
 #define FA_DECODE_MAX_NEW 8
 

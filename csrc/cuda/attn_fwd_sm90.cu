@@ -312,7 +312,7 @@ struct consumer : consumer_base {
         release_v();
     }
 
-    /* A row that sees no key gets zeros, whatever V holds. NOTE: a tile that did not fail needs this not. Its O is
+    /* A row that sees no key gets zeros, whatever V holds. NOTE: a tile that did not fail does not need this. Its O is
      * finite, and the factor of such a row is 0. */
     DEVICE void end_repeat() {
 #pragma unroll

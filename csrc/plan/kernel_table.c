@@ -133,8 +133,6 @@ static bool bwd_sm90_chooses(int row, unsigned features) {
 /* Rows of a CTA: WARPS of BLOCKS times 16 rows, which SPLIT warps share. */
 #define ROWS_OF_4x1   64
 #define ROWS_OF_4x2   128
-#define ROWS_OF_8x1   128
-#define ROWS_OF_4x1x1 64
 #define ROWS_OF_4x2x1 128
 #define ROWS_OF_8x1x1 128
 #define ROWS_OF_8x2x1 256
