@@ -253,7 +253,7 @@ def attend(
     check_given(tensors, len(lengths) > 0)
     tensors = [maybe_contiguous(x) for x in tensors]
     if lengths:
-        lengths = (*lengths[:2], as_int(lengths[2], "max_seqlen"), as_int(lengths[3], "max_seqlen"))
+        lengths = (*lengths[:2], as_int(lengths[2], "max_seqlen_q"), as_int(lengths[3], "max_seqlen_k"))
     causal, softcap = as_number(causal, "causal"), as_number(softcap, "softcap")
     mask = as_scale(softmax_scale, tensors[0]), causal, as_window(window_size), softcap
     has_transforms = transforms_are_active()

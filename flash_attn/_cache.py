@@ -1,5 +1,7 @@
 """Decoding with a cache of keys and values, for the calls that the direct function does not serve."""
 
+import numbers
+
 import torch
 
 from flash_attn import _vmap
@@ -54,6 +56,8 @@ def attend_with_cache(
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
     q, k, v, rotary_cos, rotary_sin = follow_cache(k_cache, _CAST, (q, k, v, rotary_cos, rotary_sin))
+    if isinstance(cache_seqlens, numbers.Integral) and not torch.compiler.is_compiling():
+        cache_seqlens = int(cache_seqlens)  # numpy's integers, too
     if isinstance(cache_seqlens, int) and abs(cache_seqlens) >= 2**31:
         raise RuntimeError(f"cache_seqlens must be at most the keys that there are; it is {cache_seqlens}")
     if isinstance(cache_seqlens, (int, torch.SymInt)):

@@ -366,7 +366,7 @@ def attend(
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         refuse_tangents((q, k, v, attn_bias, attn_mask, sinks, alibi_slopes))
     if lengths:
-        lengths = *lengths[:2], *(interface._as_int(x, "max_seqlen") for x in lengths[2:])
+        lengths = *lengths[:2], *map(interface._as_int, lengths[2:], ("max_seqlen_q", "max_seqlen_k"))
     shape = _check(q, k, attn_bias, attn_mask, sinks, lengths)
     softmax_scale = float(interface._as_scale(softmax_scale, q))
     causal, softcap = interface._as_number(causal, "causal"), float(interface._as_number(softcap, "softcap"))

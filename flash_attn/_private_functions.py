@@ -145,7 +145,8 @@ def _flash_attn_varlen_forward(
         leftpad_k: int32 ``[b]``: leading keys of each sequence to skip.
         seqused_k: int32 ``[b]``: keys of each sequence to use; masks are aligned to these keys.
         zero_tensors: fill rows that belong to no sequence, out with 0 and softmax_lse with -inf.
-        num_splits: 0: the plan decides; 1: results do not depend on the batch; more: refused with block_table.
+        num_splits: 0: the plan decides; 1: the keys of a row are not split; more: refused with block_table. On the CPU
+            results never depend on the batch. On a GPU they may, because the lengths choose the kernel.
     """
     return call(
         flash_attn_2_cuda.direct_flash_attn_varlen_forward, _wrapped_flash_attn_varlen_forward, 3,

@@ -349,7 +349,8 @@ def flash_attn_varlen_func(
         k, v: ``[total_kv, h_kv, d]``, or pages ``[num_pages, page_size, h_kv, d]`` with block_table.
         cu_seqlens_q, cu_seqlens_k: int32 ``[b + 1]``: 0, then the running sums of the lengths. A length may be 0.
         max_seqlen_q, max_seqlen_k: at least the longest length; an int, or a tensor of one element.
-        block_table: int32 ``[b, max_pages]``: the pages of each sequence, in order. Forward only.
+        block_table: int32 ``[b, max_pages]``: the pages of each sequence, in order. Forward only, and without
+            attn_bias, attn_mask and return_max_logits.
         attn_bias, attn_mask: ``[b, h, max_seqlen_q, max_seqlen_k]``, or 1 in place of a size. Row i and key j count
             from 0 in each sequence.
         The others: see ``flash_attn_func``, with the lengths of each sequence in place of len_q and len_kv.

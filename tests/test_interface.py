@@ -642,3 +642,8 @@ def test_max_seqlen_that_is_many():
     qkv = randn(12, 3, 2, 16)
     with pytest.raises(RuntimeError, match=r"max_seqlen must be one integer; it is a tensor of shape \(3,\)"):
         flash_attn_varlen_qkvpacked_func(qkv, CU_Q, torch.tensor([5, 0, 7]))
+    q, k, v = qkv.unbind(1)
+    for name, lengths in ("max_seqlen_q", (torch.tensor([5, 7]), 7)), ("max_seqlen_k", (7, torch.tensor([5, 7]))):
+        for options in {}, {"return_lse": True}:
+            with pytest.raises(RuntimeError, match=rf"^{name} must be one integer; it is a tensor of shape \(2,\)"):
+                flash_attn_varlen_func(q, k, v, CU_Q, CU_Q, *lengths, **options)

@@ -144,6 +144,9 @@ def test_kinds_that_are_right():
         flash_attn_func(X, X, X, softmax_scale=0.5, causal=True, window_size=(np.int64(2), torch.tensor(0)), softcap=3),
     ):
         assert torch.equal(got, want)
+    cache = torch.randn(1, 9, 2, 16)
+    got, want = (flash_attn_with_kvcache(X, cache, cache, cache_seqlens=n, causal=True) for n in (np.int64(7), 7))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(

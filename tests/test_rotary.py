@@ -89,6 +89,17 @@ def test_positions_past_the_table_do_not_turn():
     close(out, reference(x, cos, sin, torch.tensor([[4, 5, 6, 7], [0, 1, 2, 3]]), False))
 
 
+@pytest.mark.parametrize("offsets", [0, torch.zeros(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)])
+@pytest.mark.parametrize("inplace", BOTH)
+def test_tokens_of_no_sequence_do_not_turn_by_an_empty_table(inplace, offsets):
+    """There may be no sequence, or two empty ones. The tokens behind them are left as they are."""
+    x = torch.randn(3, 2, 24)
+    starts = torch.zeros(1 if not torch.is_tensor(offsets) else len(offsets) + 1, dtype=torch.int32)
+    for rows in 0, 4:
+        out = apply_rotary(x.clone(), *tables(rows, 16), offsets, starts, 0, inplace=inplace)
+        assert torch.equal(out, x)
+
+
 def test_layouts():
     """Views with gaps, a head slice and a transposed batch. The in-place form writes nothing else."""
     cos, sin = tables(8, 8)

@@ -40,9 +40,14 @@ def test_max_seqlen_may_be_larger(isa):
         assert all(map(torch.equal, results[-1], results[0]))
 
 
-def test_packed_equals_dense_of_each(isa):
+@pytest.mark.parametrize(
+    "lengths",
+    [((17, 128, 1, 65), (64, 129, 33, 65)), ((100, 20, 300, 3), (130, 500, 1100, 1025))],
+    ids=("short", "around 1024 keys"),
+)
+def test_packed_equals_dense_of_each(lengths, isa):
     """A sequence gives the same bits alone and beside other sequences of other lengths."""
-    case = Case((17, 128, 1, 65), (64, 129, 33, 65), h=4, h_kv=2, causal=True)
+    case = Case(*lengths, h=4, h_kv=2, causal=True)
     together = ours(case, False)
     p = problem(case)
     for n, (len_q, len_kv) in enumerate(case.lengths):

@@ -14,8 +14,9 @@
  *           S^T = K Q^T · adjust and mask · max · P = exp2(S - max) · O^T = O^T alpha + V^T P
  *   close each tile    O = O^T / row sum, lse
  *
- * A tile adds its keys in ascending blocks that start at multiples of block_kv. So the bits of an output depend neither
- * on the thread count nor on the other tiles of the task.
+ * A tile adds its keys in ascending blocks that start at multiples of block_kv, which the length of its own sequence
+ * decides. So the bits of an output depend neither on the thread count, nor on the other tiles of the task, nor on the
+ * other sequences of the batch.
  *
  * With qv a packed row of Q continues with qv, and a packed row of K continues with V. So one product computes
  * q.k + qv.v. FA_E4M3 is packed without its descales. They multiply the scale of the scores and the factor of O.
@@ -60,7 +61,7 @@ typedef struct {
     fa_fwd_tile *tiles;
     int num_tiles, num_open;            /* tiles of the task, and how many of them are open */
     int num_asked;                      /* tiles whose queries are prefetched, or open */
-    int64_t block;                      /* first key of the block */
+    int64_t block, block_kv;            /* first key of the block; its keys, at most those of the layout */
     const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
     int num_steps;                      /* tiles that may see the block, and have not met it yet */
@@ -73,6 +74,11 @@ typedef struct {
     const fa_flex_programs *programs; /* flex */
     flex_own_views *own_views;        /* flex */
 } fwd_task;
+
+/* The keys of a block of a sequence. */
+static inline int64_t fwd_block_kv(const fwd_job *job, const fa_sequence *s) {
+    return fa_flex_of(job->p) ? job->layout.block_kv : fa_fwd_block_kv(job->p, s->len_kv);
+}
 
 static inline int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -91,7 +97,7 @@ static inline int64_t longest_row(const fa_problem *p) { return max_i64(p->d, p-
 /* Flex: the lanes of a tile, for the block of keys that starts at key `block`. */
 static flex_tile flex_tile_at(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
     return flex_tile_of(t->programs, &t->s, tile->head[0], tile->row[0], tile->lanes, tile->valid_lanes, block,
-                        t->job->layout.block_kv);
+                        t->block_kv);
 }
 
 /* Flex: finds the keys [*first, *end) of [key, key_end) from the first to the last block that the tile may see. */
@@ -105,7 +111,7 @@ static bool find_keys(const fwd_task *t, const fa_fwd_tile *tile, int64_t key, i
 
 /* Does the block of keys that begins at `block` hold a key that the tile sees? */
 static bool may_see(const fwd_task *t, const fa_fwd_tile *tile, int64_t block) {
-    return tile->first_key < block + t->job->layout.block_kv && tile->end_key > block;
+    return tile->first_key < block + t->block_kv && tile->end_key > block;
 }
 
 /* Flex: adds what the tiles see to the table. */
@@ -215,7 +221,7 @@ static void open_tile(const fwd_task *t, int i) {
 /* Lists rows of K, then of V, for keys [begin, end) of the block that starts at key `block`. Other entries are NULL. */
 static void list_keys(const fwd_task *t, int64_t block, int64_t begin, int64_t end, const char **rows) {
     const fa_problem *p = t->p;
-    const int64_t bytes = DTYPE_BYTES(p->dtype), block_kv = t->job->layout.block_kv;
+    const int64_t bytes = DTYPE_BYTES(p->dtype), block_kv = t->block_kv;
     for (int is_v = 0; is_v < 2; is_v++, rows += block_kv) {
         const fa_view *view = is_v ? &p->v : &p->k;
         for (int64_t j = 0; j < begin; j++) rows[j] = NULL;
@@ -236,7 +242,7 @@ static void pack_block(fwd_task *t, int64_t begin, int64_t end) {
     const fa_fwd_layout *l = &t->job->layout;
     const int64_t step = LANES * WORD_ELEMS, from = begin / step * step, to = round_up(end, step);
     const int64_t even = begin / WORD_ELEMS * WORD_ELEMS;
-    const char **k_rows = t->key_rows, **v_rows = k_rows + l->block_kv;
+    const char **k_rows = t->key_rows, **v_rows = k_rows + t->block_kv;
     pack_rows(t->k + even * l->words, l->words, k_rows + even, end - even, p->d, p->dtype);
     if (p->qv.data)
         pack_rows(t->k + even * l->words + l->k_words, l->words, v_rows + even, end - even, p->d_v, p->dtype);
@@ -280,7 +286,7 @@ static bool find_flex_step(const fwd_task *t, fa_fwd_tile *tile, fwd_step *step)
 
 /* Finds the first tile from `tile` on that sees the block. Returns false if no tile does. */
 static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
-    const int64_t last = t->block + t->job->layout.block_kv;
+    const int64_t last = t->block + t->block_kv;
     for (; tile < t->num_tiles; tile++) {
         fa_fwd_tile *x = &t->tiles[tile];
         step->tile = tile;
@@ -294,7 +300,7 @@ static bool find_step(const fwd_task *t, int tile, fwd_step *step) {
         step->end = end - t->block;
         step->runs_flex = false;
         step->masked = x->common_first > t->block + step->begin || x->common_end < end;
-        if (step->masked) fa_bound_lanes(&step->bounds, x->first, x->end, x->lanes, t->block, t->job->layout.block_kv);
+        if (step->masked) fa_bound_lanes(&step->bounds, x->first, x->end, x->lanes, t->block, t->block_kv);
         step->adjusts = (step->masked && PRODUCT_OVERLAPS) || t->p->softcap > 0 || t->p->alibi_slopes ||
                         t->p->bias.data || !(t->scale > 0);
         return true;
@@ -318,9 +324,9 @@ static void fetch_task(fwd_task *t, const fa_task *task) {
         const int64_t first = fa_flex_mask_row(map, task->b_idx, row), tile = task->begin % g;
         const uint8_t *kinds = fa_flex_kinds_of(map, task->b_idx, task->head_kv * g + tile);
         fa_flex_find_keys(map, kinds, first, first + row_end - row, key, key_end, &key, &key_end);
-        key = key / l->block_kv * l->block_kv;
+        key = key / t->block_kv * t->block_kv;
     }
-    key_end = min_i64(key_end, key + l->block_kv);
+    key_end = min_i64(key_end, key + fwd_block_kv(t->job, &s));
     for (int64_t i = 0; i < min_i64((row_end - row) * g, l->block_q); i++) {
         const char *q =
             (const char *)p->q.data + fa_query_offset(&p->q, &s, row + i / g, task->head_kv * g + i % g) * bytes;
@@ -350,7 +356,7 @@ static void fetch_during(fwd_task *t, const fwd_step *step) {
         t->num_asked = t->num_open + 1;
         fetch_lanes_later(t, &t->p->q, t->p->dtype, next, row_bytes);
     }
-    if (tile->end_key <= t->block + l->block_kv)
+    if (tile->end_key <= t->block + t->block_kv)
         fetch_lanes_later(t, &t->p->o, fa_output_dtype(t->p->dtype), tile, row_bytes);
     if (t->next_task && step->tile == t->num_tiles - 1) fetch_task(t, t->next_task);
     const int64_t patches = (step->end - step->begin + l->columns) / (tile->lanes <= 2 * LANES ? 8 : UNROLL_ROWS) + 1;
@@ -528,7 +534,7 @@ static void step_output(fwd_task *t, const fwd_step *step) {
     if (t->finite) return;
     product_finish(&t->queue);
     for (int64_t key = step->begin; key < step->end; key++) {
-        const char *v_row = t->key_rows[l->block_kv + key];
+        const char *v_row = t->key_rows[t->block_kv + key];
         if (v_row)
             add_key_nonfinite(output.c, step->p, lanes, key, tile->first, tile->end, t->block,
                               fa_flex_of(t->p) ? t->bytes : NULL, v_row, t->p->d_v, t->p->dtype);
@@ -588,7 +594,7 @@ static void close_tile(const fwd_task *t, int i) {
 static void fetch_block(const fwd_task *t) {
     const int64_t row_bytes = longest_row(t->p);
     const char *rows[FA_MAX_BLOCK_Q];
-    fetch_now(t->key_rows, 2 * t->job->layout.block_kv, row_bytes);
+    fetch_now(t->key_rows, 2 * t->block_kv, row_bytes);
     if (t->num_open > 0) return;
     list_queries(t, &t->p->q, &t->tiles[0], rows);
     fetch_now(rows, t->tiles[0].lanes, row_bytes);
@@ -596,7 +602,7 @@ static void fetch_block(const fwd_task *t) {
 
 /* The first key of the next block that some tile may see, or end_key or more. */
 static int64_t next_block(const fwd_task *t, int64_t block, int64_t end_key) {
-    const int64_t block_kv = t->job->layout.block_kv;
+    const int64_t block_kv = t->block_kv;
     for (block += block_kv; fa_flex_of(t->p) && block < end_key; block += block_kv) {
         int64_t first, end;
         for (int i = 0; i < t->num_tiles; i++)
@@ -634,6 +640,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
                   .key_rows = (const char **)(scratch + l->key_rows),
                   .next_rows = (const char **)(scratch + l->key_rows) + 2 * l->block_kv,
                   .pieces = (const char **)(scratch + l->pieces)};
+    t.block_kv = fwd_block_kv(job, &t.s);
     int64_t row_first, row_end, first_key, end_key;
     fa_tile_rows(t.p, &t.s, l->block_q, task->begin, task->end, &row_first, &row_end);
     fa_rows_keys(t.p, &t.s, row_first, row_end, &first_key, &end_key);
@@ -647,17 +654,17 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
         }
         find_views(&t);
     }
-    for (t.block = first_key / l->block_kv * l->block_kv; t.block < end_key;) {
-        const int64_t begin = max_i64(first_key - t.block, 0), end = min_i64(end_key - t.block, l->block_kv);
+    for (t.block = first_key / t.block_kv * t.block_kv; t.block < end_key;) {
+        const int64_t begin = max_i64(first_key - t.block, 0), end = min_i64(end_key - t.block, t.block_kv);
         const int64_t next = next_block(&t, t.block, end_key);
         if (t.num_open == 0) list_keys(&t, t.block, begin, end, t.key_rows);
         if (t.num_open == 0 || !PRODUCT_FETCHES) fetch_block(&t);
         pack_block(&t, begin, end);
-        t.num_next = next < end_key ? 2 * l->block_kv : 0;
+        t.num_next = next < end_key ? 2 * t.block_kv : 0;
         t.num_fetched = 0;
         t.num_steps = 0;
         for (int i = 0; i < t.num_tiles; i++) t.num_steps += may_see(&t, &t.tiles[i], t.block);
-        if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, l->block_kv), t.next_rows);
+        if (t.num_next > 0) list_keys(&t, next, 0, min_i64(end_key - next, t.block_kv), t.next_rows);
         t.next_task = next >= end_key ? fa_next_task(job->list) : NULL;
         step_tiles(&t);
         t.soon.pieces_per_patch = t.soon.end - t.soon.piece; /* pieces that no register block has taken */

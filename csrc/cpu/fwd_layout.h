@@ -47,7 +47,20 @@ static inline size_t fa_take(size_t *at, int64_t bytes) {
     return offset;
 }
 
-/* score_buffers is the number of buffers for S^T and P. Each buffer holds one tile on one block of keys. */
+/* The keys of a block of the forward. Small blocks waste less on the diagonal of a short sequence. From 96 to 768 keys
+ * the speed varies by at most 3%. Where blocks end decides about bits. So the sequence's own length decides, not the
+ * longest of the batch. Blocks of flex lie alike in all sequences, so there len_kv is that of the problem. */
+static inline int fa_fwd_block_kv(const fa_problem *p, int64_t len_kv) {
+    const bool is_short_causal = p->window_right >= 0 && len_kv <= 1024;
+    const bool has_small_blocks = p->flex && p->flex->block_q > 0 && p->flex->block_kv <= 64;
+    int block_kv = p->d > 128 || p->d_v > 128 || is_short_causal || has_small_blocks ? 64 : FA_MAX_BLOCK_KV;
+    /* A sequence of one block has the same bits whatever the block's size. */
+    while (block_kv > 32 && len_kv <= block_kv / 2) block_kv /= 2;
+    return block_kv;
+}
+
+/* block_kv is the largest block of a sequence. score_buffers is the number of buffers for S^T and P. Each buffer holds
+ * one tile on one block of keys. */
 static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems, int block_q, int block_kv, int tiles,
                                              int score_buffers) {
     const int64_t k_words = (p->d + word_elems - 1) / word_elems, columns = (p->d_v + 15) / 16 * 16;

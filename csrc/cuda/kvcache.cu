@@ -77,14 +77,17 @@ DEVICE void append_token(const fa_cuda_problem &p, int b_idx, int t, int head) {
     for (int i = threadIdx.x % 32; i < columns_v; i += 32) ((element *)p.v.data)[v_at + i] = v_new[i];
 }
 
-/* Writes query t of a sequence and head, turned, to q_rotated. The whole warp calls this function. */
-DEVICE void rotate_query(const fa_cuda_problem &p, int b_idx, int t, int head) {
+/* Writes queries first, first + len_q, first + 2 len_q, .. of a sequence and head, turned, to q_rotated. The caller's
+ * max_seqlen_q is len_q, and a packed sequence may be longer. The whole warp calls this function. */
+DEVICE void rotate_queries(const fa_cuda_problem &p, int b_idx, int first, int head) {
     const sequence s = sequence_at(p, b_idx);
-    if (OF_3 && t >= s.len_q) return;
-    const long long row = OF_3 && p.cu_seqlens_q ? (long long)s.q_row + t : (long long)b_idx * p.len_q + t;
-    copy_turned(p, (element *)p.q_rotated + (row * p.h + head) * p.d,
-                (const element *)p.q.data + query_offset(p.q, s, t, head),
-                rotary_position(p, b_idx) + (p.rotary_q_by_row ? t : 0));
+    for (u32 i = first; i < (u32)s.len_q; i += p.len_q) { /* below 2^32, because both are below 2^31 */
+        const int t = (int)i;
+        const long long row = OF_3 && p.cu_seqlens_q ? (long long)s.q_row + t : (long long)b_idx * p.len_q + t;
+        copy_turned(p, (element *)p.q_rotated + (row * p.h + head) * p.d,
+                    (const element *)p.q.data + query_offset(p.q, s, t, head),
+                    rotary_position(p, b_idx) + (p.rotary_q_by_row ? t : 0));
+    }
 }
 
 /* A warp does one task at a time. The first tasks are the new tokens of every sequence and key head. The queries of
@@ -100,7 +103,7 @@ extern "C" __global__ void KERNEL(const fa_cuda_problem p) {
             append_token(p, (int)(token / p.len_new), (int)(token % p.len_new), (int)(task % p.h_kv));
         } else {
             const long long query = (task - num_appends) / p.h;
-            rotate_query(p, (int)(query / p.len_q), (int)(query % p.len_q), (int)((task - num_appends) % p.h));
+            rotate_queries(p, (int)(query / p.len_q), (int)(query % p.len_q), (int)((task - num_appends) % p.h));
         }
     }
 }

@@ -132,7 +132,8 @@ static const fa_fwd_sm90_columns *forward_row_of(const fa_problem *p) {
 /* Would attn_fwd_sm90 compute the queries of a cache faster? This kernel divides its tiles into equal shares. A tile of
  * 64 rows takes as long as `cost` tiles of 128 rows of the other kernel. us_beside is the time of its start and of the
  * merging of parts. Few tiles with many keys have most parts (cuda/measurements/decode.md, Prompts). The other kernel
- * needs us_before. The choice for num_splits = n does not depend on the batch. */
+ * needs us_before. The choice for num_splits = n does not depend on the batch, unless the queries are packed: the host
+ * knows their mean length only. */
 static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, const fa_plan *plan, double us_before) {
     enum { FEW_ROWS = 16, FEW_QUERIES = 64, US_START = 10, US_MERGE = 10, MANY_KEYS = 2048, FEW_TILES = 16 };
     const double cost = p->d <= 64 ? 2 : p->d <= 128 ? 2.5 : 5;

@@ -1,5 +1,6 @@
 """``flash_attn_with_kvcache``, and the hint that upstream computes for it."""
 
+import numbers
 import warnings
 from typing import Optional, Union
 
@@ -187,6 +188,8 @@ def _attend(named):
     _check_cache("k_cache", k_cache)
     _check_cache("v_cache", v_cache)
     q = maybe_contiguous(q)
+    if isinstance(cache_seqlens, numbers.Integral) and not torch.compiler.is_compiling():
+        cache_seqlens = int(cache_seqlens)  # numpy's integers, too
     if isinstance(cache_seqlens, int) and abs(cache_seqlens) >= 2**31:
         raise RuntimeError(f"cache_seqlens must be at most the keys that there are; it is {cache_seqlens}")
     if isinstance(cache_seqlens, (int, torch.SymInt)):

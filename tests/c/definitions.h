@@ -251,7 +251,8 @@ static void check_append(fa_dtype dtype, bool paged, bool rotary, bool interleav
     const int32_t num_new[] = {is_packed ? 3 : LEN_NEW, LEN_NEW}, num_rows[] = {3, is_packed ? 1 : 3};
     const int32_t cu_new[] = {0, num_new[0], num_new[0] + num_new[1]}, cu_q[] = {0, 3, 3 + num_rows[1]};
     const int32_t positions[] = {11, 2};
-    p.len_q = 3, p.len_kv = CACHE_LEN, p.len_new = LEN_NEW;
+    p.len_q = is_packed && IS_CUDA ? 2 : 3; /* on a GPU max_seqlen_q is not checked against the lengths */
+    p.len_kv = CACHE_LEN, p.len_new = LEN_NEW;
     int32_t used[] = {29, 0}, leftpad[] = {4, 0}, rows[] = {2, 0}, table[3 * 8];
     p.seqused_k = used, p.leftpad_k = leftpad, p.cache_batch_idx = rows, p.cache_rows = 3;
     if (is_packed)

@@ -144,3 +144,6 @@ def test_kinds_that_are_right():
         fa3.flash_attn_func(X, X, X, 0.5, True, window_size=(np.int64(2), torch.tensor(0)), sm_margin=torch.tensor(0)),
     ):
         assert torch.equal(got, want)
+    cache = torch.randn(1, 9, 2, 16)
+    got, want = (fa3.flash_attn_with_kvcache(X, cache, cache, cache_seqlens=n, causal=True) for n in (np.int64(7), 7))
+    assert torch.equal(got, want)

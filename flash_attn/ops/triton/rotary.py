@@ -82,6 +82,8 @@ def _rows_of_tokens(x, cos, sin, offsets, cu_seqlens):
     """Returns cos and sin of each token of ``x``, broadcastable to ``[..., h, r / 2]``, in the arithmetic's dtype."""
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = cos.to(compute_dtype), sin.to(compute_dtype)
+    if cos.shape[0] == 0 or (cu_seqlens is not None and cu_seqlens.shape[0] == 1):  # no token has a row in the table
+        return cos.new_ones(1, cos.shape[1]), sin.new_zeros(1, sin.shape[1])
     if cu_seqlens is None and not isinstance(offsets, torch.Tensor):
         rows = slice(offsets, offsets + x.shape[1])
         return cos[rows, None], sin[rows, None]
