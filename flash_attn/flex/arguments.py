@@ -16,6 +16,15 @@ def _is_whole(block_mask):
     return tuple(block_mask.BLOCK_SIZE) == (WHOLE, WHOLE)
 
 
+def check_arguments(query, key, value, score_mod, mask_mod, block_mask):
+    """Raises for an argument of a wrong kind. A nested tensor has a sentence of its own in ``check_tensors``."""
+    if torch.compiler.is_dynamo_compiling():  # Dynamo looks at kinds itself
+        return
+    tensors = {"query": query, "key": key, "value": value}
+    check_kinds({name: x for name, x in tensors.items() if not getattr(x, "is_nested", False)})
+    check_kinds({"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask})
+
+
 def check_tensors(query, key, value, enable_gqa, block_mask, is_paged):
     if query.is_nested or key.is_nested or value.is_nested:
         raise NotImplementedError("flex_attention does not support NestedTensor inputs: convert them to dense tensors")
@@ -116,6 +125,8 @@ BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 def check_kernel_options(options):
     """All options are hints, but for wrong ones. Returns whether PyTorch's own kernels are asked for."""
+    if not isinstance(options, dict):
+        check_kinds({"kernel_options": options})
     for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX"):
         if name in options:
             raise AssertionError(f"{name} must not be in kernel_options")

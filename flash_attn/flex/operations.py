@@ -583,6 +583,9 @@ def _getitem(call):
     index = index if isinstance(index, tuple) else (index,)
     if isinstance(index, tuple) and any(isinstance(x, list) for x in index):
         trace.fail("a mod cannot use a list as an index")
+    for x in parts_of(tuple(x for x in index if isinstance(x, slice))):
+        if isinstance(x, Value):
+            operator.index(x)  # which is not known
     if isinstance(base, torch.Tensor):
         base = trace.constant_tensor(base)
     if isinstance(base, Capture):

@@ -226,7 +226,7 @@ class Value(_Tensor):
     def item(self):
         self._refuse()
 
-    __int__ = __float__ = __index__ = __complex__ = tolist = item
+    __int__ = __float__ = __index__ = __complex__ = __hash__ = tolist = item
 
 
 class Row(Value):

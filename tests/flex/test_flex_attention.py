@@ -438,6 +438,14 @@ ERRORS = [
     ({"scale": "a"}, TypeError, "scale must be a number or None; it is 'a', of type str"),
     ({"scale": torch.tensor(0.3, requires_grad=True)}, RuntimeError, "scale gets no gradient"),
     ({"mask_mod": lambda b, h, q, k: q - k}, AssertionError, "must return torch.bool"),
+    ({"kernel_options": "AUTO"}, TypeError, "kernel_options must be a dict or None; it is 'AUTO', of type str"),
+    ({"return_aux": True}, TypeError, "return_aux must be an AuxRequest or None; it is True, of type bool"),
+    ({"return_aux": {"lse": True}}, TypeError, "return_aux must be an AuxRequest or None; it is of type dict"),
+    ({"score_mod": "relu"}, TypeError, "score_mod must be a function or None; it is 'relu', of type str"),
+    ({"score_mod": 3}, TypeError, "score_mod must be a function or None; it is 3, of type int"),
+    ({"mask_mod": masked((1, 1, 8, 8))}, TypeError, "mask_mod must be a function or None; it is of type BlockMask"),
+    ({"block_mask": causal}, TypeError, "block_mask must be a BlockMask or None; it is of type function"),
+    ({"block_mask": torch.ones(8, 8)}, TypeError, r"block_mask must be a BlockMask or None; it is a tensor of shape"),
 ]
 
 
@@ -448,6 +456,22 @@ def test_errors(arguments, error, text):
         arguments["block_mask"] = masked(arguments["block_mask"])
     with pytest.raises(error, match=text):
         call(**arguments)
+
+
+@pytest.mark.parametrize("name, place", [("query", 0), ("key", 1), ("value", 2)])
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda x: None, "must be a tensor; it is of type NoneType"),
+        (lambda x: x.numpy(), "must be a tensor; it is of type ndarray"),
+        (lambda x: x.to_sparse(), "must be a dense tensor; it has layout torch.sparse_coo"),
+    ],
+)
+def test_tensors_of_other_kinds_are_named(name, place, change, text):
+    tensors = [torch.ones(1, 4, 8, 16) for _ in range(3)]
+    tensors[place] = change(tensors[place])
+    with pytest.raises(TypeError, match=f"{name} {text}"):
+        flex_attention(*tensors)
 
 
 def test_a_mask_that_requires_grad_is_refused():

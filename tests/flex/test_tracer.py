@@ -531,6 +531,11 @@ def test_a_branch_on_an_index_is_refused():
         lambda q, k: q.item(),
         lambda q, k: int(q),
         lambda q, k: [1, 2, 3][q],
+        lambda q, k: {0: 1}[q],
+        lambda q, k: q in {1, 2},
+        lambda q, k: torch.arange(9)[q:][0],
+        lambda q, k: torch.arange(9)[:, None][1 : q + 1, 0].sum(),
+        lambda q, k: torch.arange(9)[::q].sum(),
     ],
 )
 def test_the_value_of_an_index_is_not_known(use):
