@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as create_block_mask_of_torch
 
+from flash_attn import flash_attn_func
 from flash_attn.flex import tracer
 from flash_attn.flex.derivative import derivative_of
 from flash_attn.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention, noop_mask, or_masks
@@ -229,6 +230,29 @@ def test_infinite_values_reach_those_that_see_them():
     v[0, 0, 7, 3] = INF
     out = flex_attention(q, k, v, mask_mod=causal)
     assert out[0, 0, :7].isfinite().all() and (out[0, 0, 7:, 3] == INF).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("mask_mod", [None, causal], ids=["all", "causal"])
+def test_max_scores_of_rows_with_nan(dtype, mask_mod):
+    """As in PyTorch, and as on GPUs: NaN where the row sees one, +inf where it sees that alone."""
+    q, k, v = (x.to(dtype) for x in make(1, 2, 2, 40, 40, 16))
+    table = torch.zeros(40, 40)
+    table[5, 3], table[6, 2], table[7, 1], table[8] = torch.nan, INF, -INF, torch.nan
+    _, aux = flex_attention(
+        q, k, v, lambda s, b, h, i, j: s + table[i, j], mask_mod=mask_mod, return_aux=AuxRequest(max_scores=True)
+    )
+    scores = (q.double() @ k.double().mT) / 4 + table
+    if mask_mod is not None:
+        scores = scores.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -INF)
+    torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_max_logits_of_a_head_with_nan():
+    q, k, v = (x.transpose(1, 2).contiguous() for x in make(2, 3, 3, 20, 30, 16))
+    q[1, 4, 2, 0] = torch.nan
+    *_, largest = flash_attn_func(q, k, v, return_max_logits=True)
+    assert largest.isnan().tolist() == [False, False, True]
 
 
 def test_no_keys():
