@@ -307,6 +307,15 @@ class Object:
     def __len__(self):
         return object.__getattribute__(self, "_asked")(len)
 
+    def __int__(self):
+        return object.__getattribute__(self, "_asked")(int)
+
+    def __float__(self):
+        return object.__getattribute__(self, "_asked")(float)
+
+    def __index__(self):
+        return object.__getattribute__(self, "_asked")(operator.index)
+
     def __contains__(self, item):
         get = object.__getattribute__
         trace, number = get(self, "_trace"), get(self, "_number")

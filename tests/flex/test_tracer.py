@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import fractions
 import functools
 import math
 import os
@@ -300,6 +301,7 @@ READERS = {
     "isinstance of a tensor": lambda b, h, q, k: q >= k if isinstance(TENSOR, torch.nn.Parameter) else q <= k,
     "type()": lambda b, h, q, k: q >= k if type(NUMBER) is int else q <= k,
     "a member of an IntEnum": lambda b, h, q, k: q >= k if LEVEL is Level.LOW else q <= k,
+    "an object that is a number": lambda b, h, q, k: q - k < float(SHARE) + int(SHARE) + [1, 2, 3][Places()],
     "the sign of 0": lambda b, h, q, k: q >= k if math.copysign(1, ZERO) > 0 else q <= k,
 }
 
@@ -307,6 +309,11 @@ READERS = {
 @functools.cache
 def _cached(n):
     return n * 2 + 1
+
+
+class Places:
+    def __index__(self):
+        return REACH // 3
 
 
 class Tables:
@@ -354,7 +361,7 @@ COUNT, ARRAY = np.int64(2), np.array([3, 5])
 TABLES = Tables()
 FURTHER, PAIR, FLAG, NUMBER, LEVEL, ZERO = Further(), Pair(2), True, 3, Level.LOW, 0.0
 LATER, TENSOR, SOURCE = types.SimpleNamespace(), torch.zeros(3), {"reach": 2}
-GET = SOURCE.get
+GET, SHARE = SOURCE.get, fractions.Fraction(5, 2)
 
 
 @pytest.mark.parametrize("mod", READERS.values(), ids=READERS)
@@ -380,6 +387,7 @@ def test_whatever_a_mod_reads_is_read_again(mod, monkeypatch):
             changed.setitem(names, "TENSOR", torch.nn.Parameter(torch.zeros(3)))
             changed.setattr(names["TENSOR"], "reach", 4, raising=False)
             changed.setitem(names, "PAIR", Pair(3))
+            changed.setitem(names, "SHARE", fractions.Fraction(7, 2))
             changed.setitem(SOURCE, "reach", 5)
             changed.setitem(names, "COUNT", np.int64(1))
             changed.setitem(names, "ARRAY", np.array([3, 7]))
