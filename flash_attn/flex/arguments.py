@@ -147,6 +147,22 @@ def int32(tensor):
     return tensor if tensor is None or tensor.dtype == torch.int32 else narrowed(tensor)
 
 
+def as_lists(num, places, full_num, full_places, block_kv, len_kv):
+    """The lists of a block mask as the kernels take them: int32, with a place for each column of blocks.
+
+    Lists that name few blocks of each row may have fewer places. The others are -1 then, which is outside of the mask.
+    """
+    lists = [int32(x) for x in (num, places, full_num, full_places)]
+    width = -(-len_kv // max(block_kv, 1))
+    for x in lists[1::2]:
+        if x is not None and x.dim() == 4:
+            width = max(width, x.size(3))
+    for i in (1, 3):
+        if lists[i] is not None and lists[i].dim() == 4 and lists[i].size(3) < width:
+            lists[i] = torch.nn.functional.pad(lists[i], (0, width - lists[i].size(3)), value=-1)
+    return lists
+
+
 def _dtype_in_autocast(tensor):
     device = tensor.device.type
     is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64 and torch.is_autocast_enabled(device)

@@ -25,12 +25,12 @@ from .._types import MaskMod, ScoreMod
 from .._vmap import gradients_of_each
 from . import ahead, calls
 from .arguments import (
+    as_lists,
     check_arguments,
     check_block_mask,
     check_kernel_options,
     check_tensors,
     in_autocast,
-    int32,
     number_of,
 )
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
@@ -497,10 +497,11 @@ def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
         return (*block, *(lists[name] for name in LISTS))
     if block_mask is None:
         return None
-    lists = [int32(getattr(block_mask, name)) for name in LISTS]
+    block = tuple(map(int, block_mask.BLOCK_SIZE))
+    lists = as_lists(*(getattr(block_mask, name) for name in LISTS), block[1], len_kv)
     if is_imagined():
         lists = [x if x is None else on_device(x, query.device) for x in lists]
-    return (*map(int, block_mask.BLOCK_SIZE), *lists)
+    return (*block, *lists)
 
 
 def block_sizes(query, reads_b, reads_h, sequences):

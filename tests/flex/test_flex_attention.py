@@ -1,6 +1,7 @@
 """flex_attention against its specification: masks, score mods, block masks, gradients, shapes and errors."""
 
 import enum
+import functools
 import random
 import threading
 import types
@@ -123,6 +124,45 @@ def test_lists_in_any_order_with_garbage_behind_the_counts():
     blocks = kinds.repeat_interleave(32, 2).repeat_interleave(32, 3)[:, :, :150, :120]
     mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, 2, 3, 150, 120, device="cpu"))
     check(*make(2, 3, 1, 150, 120, 16), block_mask=block_mask, mask=mask)
+
+
+def lists_of(kinds, width, full_width, garbage=0):
+    """The lists of a BlockMask of these kinds of blocks, 1 for partial and 2 for full, with so many places in a row."""
+    lists = []
+    for kind, places in ((1, width), (2, full_width)):
+        num = (kinds == kind).sum(-1).to(torch.int32)
+        indices = torch.full((*kinds.shape[:3], places), garbage, dtype=torch.int32)
+        for at in torch.cartesian_prod(*map(torch.arange, kinds.shape[:3])).tolist():
+            found = (kinds[tuple(at)] == kind).nonzero().flatten()
+            indices[tuple(at)][: len(found)] = found
+        lists += [num, indices]
+    return lists
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["called", "compiled"])
+@pytest.mark.parametrize("width, full_width", [(2, 2), (2, 1), (1, 3), (0, 2), (7, 2)])
+def test_lists_with_fewer_places_than_columns_of_blocks(width, full_width, is_compiled):
+    """As for the k best blocks of each row: ``[b, h, rows, k]``."""
+    kinds = torch.zeros(2, 1, 3, 5, dtype=torch.int64)
+    for row in range(3):
+        kinds[:, :, row, [4, row][: min(width, 2)]] = 1
+        kinds[:, :, row, [3, (row + 1) % 3][: min(full_width, 2)]] = 2
+    mod = lambda b, h, q, k: (q + k) % 3 != 0  # noqa: E731
+    lists = lists_of(kinds, width, full_width, 4)
+    block_mask = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=16, mask_mod=mod, seq_lengths=(40, 70), compute_q_blocks=False
+    )
+    blocks = kinds.repeat_interleave(16, 2).repeat_interleave(16, 3)[:, :, :40, :70]
+    mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, 1, 1, 40, 70, device="cpu"))
+    q, k, v = make(2, 2, 1, 40, 70, 16)
+    if not is_compiled:
+        check(q, k, v, block_mask=block_mask, mask=mask)
+        return
+    torch._dynamo.reset()
+    call = torch.compile(functools.partial(flex_attention, enable_gqa=True), backend="aot_eager", fullgraph=True)
+    q.requires_grad_()
+    close(call(q, k, v, None, block_mask), attention(q.double(), k.double(), v.double(), mask=mask)[0], 1e-5)
+    call(q, k, v, None, block_mask).sum().backward()
 
 
 @pytest.mark.parametrize("name, value", [("is_near", False), ("kind", "far")])
