@@ -496,6 +496,15 @@ def test_an_operation_of_another_library_is_refused(name):
         assert found.eq(0).all()
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, torch.compiler.disable, functools.cache], ids=lambda x: x.__name__)
+def test_a_wrapped_function_is_the_function_inside(wrap):
+    for reach in (2, 5):
+        wrapped = wrap(lambda b, h, q, k: q - k < reach)  # noqa: B023
+        for mod in (wrapped, lambda b, h, q, k: wrapped(b, h, q, k)):  # noqa: B023
+            got = evaluated(mod, (1, 1, 9, 9))
+            assert torch.equal(got, expected(lambda b, h, q, k: q - k < reach, (1, 1, 9, 9)))  # noqa: B023
+
+
 def test_a_match_of_classes_is_refused():
     scope = {"WIDTH": 3}
     text = "def refused_mod(b, h, q, k):\n match WIDTH:\n  case int(): return q >= k\n return q <= k\n"
