@@ -618,6 +618,16 @@ def test_errors_of_torch_name_the_mod():
     refused(refused_mod, IndexError, "too many indices")
 
     def refused_mod(b, h, q, k):
+        return q.greater_than(k)
+
+    refused(refused_mod, AttributeError, "a tensor has no attribute 'greater_than'")
+
+    def refused_mod(b, h, q, k):
+        return table.greater_than(k)
+
+    refused(refused_mod, AttributeError, "a tensor has no attribute 'greater_than'")
+
+    def refused_mod(b, h, q, k):
         table[0] = 1
         return q >= k
 
