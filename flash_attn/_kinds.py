@@ -7,6 +7,7 @@ nothing. hopper/flash_attn_3/_kinds.py is a link to this file, so that both pack
 
 import numbers
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -70,6 +71,14 @@ def _is_tensor(x):
     return isinstance(x, torch.Tensor)
 
 
+def _is_function(x):
+    return x is None or callable(x)
+
+
+def _is_block_size(x):
+    return _is_int(x) or (isinstance(x, Sequence) and len(x) == 2 and all(map(_is_int, x)))
+
+
 # kind: (test, what is allowed, in words)
 _TENSOR = _is_tensor, "a tensor"
 _FLAG = _is_flag, "True or False"
@@ -96,6 +105,17 @@ _KINDS = {
         lambda x: x is None or _is_tensor(x) or _is_int(x) or _is_long(x),  # another sentence tells the largest number
         "a tensor, an integer or None",
     ),
+    # of flex_attention
+    "score_mod": (_is_function, "a function or None"),
+    "mask_mod": (_is_function, "a function or None"),
+    "block_mask": (lambda x: x is None or hasattr(x, "kv_num_blocks"), "a BlockMask or None"),
+    "kernel_options": (lambda x: x is None or isinstance(x, dict), "a dict or None"),
+    "return_aux": (lambda x: x is None or hasattr(x, "max_scores"), "an AuxRequest or None"),
+    "B": _INT_OR_NONE,
+    "H": _INT_OR_NONE,
+    "Q_LEN": _INT,
+    "KV_LEN": _INT,
+    "BLOCK_SIZE": (_is_block_size, "an integer or a pair of integers"),
     # of flash_attn_3
     "pack_gqa": (_is_flag, "True, False or None"),
     "has_softcap": _FLAG,
@@ -113,7 +133,7 @@ _KINDS = {
     "out_dtype": (lambda x: x is None or isinstance(x, torch.dtype), "a torch.dtype or None"),
 }
 _REQUIRED = {"q", "k", "v", "kv", "qkv", "k_cache", "v_cache", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"} | {
-    "out_partial", "lse_partial",
+    "out_partial", "lse_partial", "query", "key", "value",
 }  # fmt: skip
 
 

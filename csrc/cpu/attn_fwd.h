@@ -579,8 +579,11 @@ static void close_tile(const fwd_task *t, int i) {
         const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
         *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) =
             is_empty ? p->empty_lse : (float)(tile->row_max[lane] * LN_2 + log(sum));
-        if (fa_flex_of(p) && fa_flex_of(p)->max_scores.data)
-            *fa_row_stat(&fa_flex_of(p)->max_scores, &t->s, tile->row[lane], tile->head[lane]) = tile->max_score[lane];
+        if (fa_flex_of(p) && fa_flex_of(p)->max_scores.data) {
+            const bool has_nan = isnan(sum) && tile->max_score[lane] < INFINITY; /* a maximum passes over NaN */
+            *fa_row_stat(&fa_flex_of(p)->max_scores, &t->s, tile->row[lane], tile->head[lane]) =
+                has_nan ? sum : tile->max_score[lane];
+        }
         if (!is_empty) continue;
         factor[lane] = 0.0f;
         for (int64_t c = 0; c < l->columns; c++) o_t[c * tile->lanes + lane] = 0.0f; /* 0 times inf has left NaN */

@@ -16,6 +16,15 @@ def _is_whole(block_mask):
     return tuple(block_mask.BLOCK_SIZE) == (WHOLE, WHOLE)
 
 
+def check_arguments(query, key, value, score_mod, mask_mod, block_mask):
+    """Raises for an argument of a wrong kind. A nested tensor has a sentence of its own in ``check_tensors``."""
+    if torch.compiler.is_dynamo_compiling():  # Dynamo looks at kinds itself
+        return
+    tensors = {"query": query, "key": key, "value": value}
+    check_kinds({name: x for name, x in tensors.items() if not getattr(x, "is_nested", False)})
+    check_kinds({"score_mod": score_mod, "mask_mod": mask_mod, "block_mask": block_mask})
+
+
 def check_tensors(query, key, value, enable_gqa, block_mask, is_paged):
     if query.is_nested or key.is_nested or value.is_nested:
         raise NotImplementedError("flex_attention does not support NestedTensor inputs: convert them to dense tensors")
@@ -116,6 +125,8 @@ BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 def check_kernel_options(options):
     """All options are hints, but for wrong ones. Returns whether PyTorch's own kernels are asked for."""
+    if not isinstance(options, dict):
+        check_kinds({"kernel_options": options})
     for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX"):
         if name in options:
             raise AssertionError(f"{name} must not be in kernel_options")
@@ -134,6 +145,22 @@ def int32(tensor):
     if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"the lists of a block mask must be integers, not {tensor.dtype}")
     return tensor if tensor is None or tensor.dtype == torch.int32 else narrowed(tensor)
+
+
+def as_lists(num, places, full_num, full_places, block_kv, len_kv):
+    """The lists of a block mask as the kernels take them: int32, with a place for each column of blocks.
+
+    Lists that name few blocks of each row may have fewer places. The others are -1 then, which is outside of the mask.
+    """
+    lists = [int32(x) for x in (num, places, full_num, full_places)]
+    width = -(-len_kv // max(block_kv, 1))
+    for x in lists[1::2]:
+        if x is not None and x.dim() == 4:
+            width = max(width, x.size(3))
+    for i in (1, 3):
+        if lists[i] is not None and lists[i].dim() == 4 and lists[i].size(3) < width:
+            lists[i] = torch.nn.functional.pad(lists[i], (0, width - lists[i].size(3)), value=-1)
+    return lists
 
 
 def _dtype_in_autocast(tensor):

@@ -19,11 +19,20 @@ from torch.nn.attention.flex_attention import flex_attention as torchs_flex_atte
 
 from .._dispatch import check_not_traced
 from .._imagined import is_imagined, is_on_cpu
+from .._kinds import check_kinds
 from .._ops import empty_like, is_freed, refuse_transforms, without_second_derivative
 from .._types import MaskMod, ScoreMod
 from .._vmap import gradients_of_each
 from . import ahead, calls
-from .arguments import check_block_mask, check_kernel_options, check_tensors, in_autocast, int32, number_of
+from .arguments import (
+    as_lists,
+    check_arguments,
+    check_block_mask,
+    check_kernel_options,
+    check_tensors,
+    in_autocast,
+    number_of,
+)
 from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import bounds_of, softcap_of, window_of
@@ -259,6 +268,8 @@ def flex_attention(
     (torch.Size([2, 4, 256, 16]), torch.Size([4]))
     """
     is_for_torch = kernel_options and check_kernel_options(kernel_options)
+    if return_aux is not None and type(return_aux) is not AuxRequest:
+        check_kinds({"return_aux": return_aux})
     if not (
         is_for_torch
         or (return_lse and return_aux is not None)
@@ -309,6 +320,7 @@ def flex_attention(
         )
     if block_mask is not None and mask_mod is not None:
         raise ValueError("pass block_mask or mask_mod, not both: a block mask has its own mask_mod")
+    check_arguments(query, key, value, score_mod, mask_mod, block_mask)
     check_tensors(query, key, value, enable_gqa, block_mask, block_table is not None)
     sequences = sequences_of(query, q_offset, kv_len, block_table)
     len_kv = key_length(key, sequences)
@@ -485,10 +497,11 @@ def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
         return (*block, *(lists[name] for name in LISTS))
     if block_mask is None:
         return None
-    lists = [int32(getattr(block_mask, name)) for name in LISTS]
+    block = tuple(map(int, block_mask.BLOCK_SIZE))
+    lists = as_lists(*(getattr(block_mask, name) for name in LISTS), block[1], len_kv)
     if is_imagined():
         lists = [x if x is None else on_device(x, query.device) for x in lists]
-    return (*map(int, block_mask.BLOCK_SIZE), *lists)
+    return (*block, *lists)
 
 
 def block_sizes(query, reads_b, reads_h, sequences):

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention.flex_attention import BlockMask
 
 from .._imagined import is_imagined, stand_in
+from .._kinds import check_kinds
 from .._types import Device, MaskMod, ScoreMod
 from . import calls, ops
 from .tracer import program_of
@@ -125,6 +126,8 @@ def _check_is_plain(function, tensor):
 
 
 def _sizes(**sizes):
+    if not torch.compiler.is_dynamo_compiling():
+        check_kinds(sizes)
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name} must be positive, but is {size}")
@@ -201,9 +204,11 @@ def create_block_mask(
     if not torch.compiler.is_dynamo_compiling() and _num_arguments(mask_mod) != 4:
         raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
     device = _device_of(device, ["cpu", "cuda"])
-    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    if not torch.compiler.is_dynamo_compiling():
+        check_kinds({"BLOCK_SIZE": BLOCK_SIZE})
+    block = tuple(BLOCK_SIZE) if isinstance(BLOCK_SIZE, Sequence) else (BLOCK_SIZE, BLOCK_SIZE)
     b, h, len_q, len_kv = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
-    _sizes(BLOCK_SIZE=min(block))
+    block = tuple(_sizes(BLOCK_SIZE=block[0]) + _sizes(BLOCK_SIZE=block[1]))
     if torch.compiler.is_dynamo_compiling():
         lists = graph.find_blocks(mask_mod, device, (b, h, len_q, len_kv), block)
         return BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **dict(zip(NAMES, lists)))

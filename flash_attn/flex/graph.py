@@ -19,7 +19,7 @@ from .._sinks import add_sinks, gradient_of_sinks
 from . import arguments, ops
 from .block_mask import LISTS, on_device
 from .derivative import derivative_of
-from .sequences import Sequences
+from .sequences import Sequences, key_length
 from .steps import NUMBERS, kind
 from .tracer import Trace, program_of
 from .values import Number
@@ -325,7 +325,8 @@ def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, 
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
         lists = [getattr(block_mask, name) for name in LISTS]
-        blocks = (*block_mask.BLOCK_SIZE, *[arguments.int32(x) for x in lists])
+        lists = arguments.as_lists(*lists, block_mask.BLOCK_SIZE[1], key_length(key, sequences))
+        blocks = (*block_mask.BLOCK_SIZE, *lists)
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     blocks = (*blocks, *places, None, _mask_function(mask_mod))

@@ -357,8 +357,10 @@ def _test(formula):
 def _clamp(call):
     meta = call.meta()
     nodes = call.operand(call.args[0], meta.dtype, meta.shape)
-    for place, name, op in ((1, "min", "maximum"), (2, "max", "minimum")):
-        bound = call.argument(place, name)
+    low, high = call.argument(1, "min"), call.argument(2, "max")
+    if meta.dtype.is_floating_point and all(isinstance(x, (Value, Capture, torch.Tensor)) for x in (low, high)):
+        low = _unless_equal(call, low, high, meta)
+    for bound, op in ((low, "maximum"), (high, "minimum")):
         if bound is not None:
             bounds = call.operand(bound, meta.dtype, meta.shape)
             if meta.dtype.is_floating_point:
@@ -366,6 +368,14 @@ def _clamp(call):
                 nodes = [_limit(call.builder, op, meta.dtype, *pair, may_be_nan) for pair in zip(nodes, bounds)]
             else:
                 nodes = [_emit(call.builder, op, meta.dtype, *pair) for pair in zip(nodes, bounds)]
+    return call.result(nodes, meta.dtype, meta.shape)
+
+
+def _unless_equal(call, low, high, meta):
+    """The lower bound. PyTorch gives it no gradient where both bounds are equal."""
+    on = _Arithmetic(call.builder, meta.dtype)
+    pairs = zip(*(call.operand(x, meta.dtype, meta.shape) for x in (low, high)))
+    nodes = [on.where(on.compare("eq", a, b), _without_gradient(call.builder, a), a) for a, b in pairs]
     return call.result(nodes, meta.dtype, meta.shape)
 
 
@@ -437,14 +447,18 @@ def _filled(value):
 
 
 def _detach(call):
-    """The same value in an instruction of its own, through which no gradient passes."""
-    value, builder = value_of(call.trace, call.args[0]), call.builder
-    nodes = value.instructions()
-    if TYPES[value.dtype] in (F32, F64):
-        yes = builder.constant(True)
-        nodes = [builder.emit("where", TYPES[value.dtype], yes, n, n) for n in nodes]
-        builder.rules.update(dict.fromkeys(nodes, ("detach",)))
+    value = value_of(call.trace, call.args[0])
+    nodes = [_without_gradient(call.builder, n) for n in value.instructions()]
     return call.result(nodes, value.dtype, value.shape)
+
+
+def _without_gradient(builder, node):
+    """The same value in an instruction of its own, through which no gradient passes."""
+    type = builder.types[node]
+    if type in (F32, F64):
+        node = builder.emit("where", type, builder.constant(True), node, node)
+        builder.rules[node] = ("detach",)
+    return node
 
 
 # ---- several elements ---------------------------------------------------------------------------------------------
@@ -569,6 +583,9 @@ def _getitem(call):
     index = index if isinstance(index, tuple) else (index,)
     if isinstance(index, tuple) and any(isinstance(x, list) for x in index):
         trace.fail("a mod cannot use a list as an index")
+    for x in parts_of(tuple(x for x in index if isinstance(x, slice))):
+        if isinstance(x, Value):
+            operator.index(x)  # which is not known
     if isinstance(base, torch.Tensor):
         base = trace.constant_tensor(base)
     if isinstance(base, Capture):

@@ -230,6 +230,8 @@ class Trace:
         if isinstance(value, NUMBERS):
             return Number(self, number)
         if isinstance(value, types.FunctionType):
+            if "_torchdynamo_orig_callable" in vars(value):  # of torch.compile and torch.compiler.disable
+                return self.child(number, "{0}._torchdynamo_orig_callable")
             return self._copy(number, value)
         if isinstance(value, types.MethodType):
             return types.MethodType(self.child(number, "{0}.__func__"), self.child(number, "{0}.__self__"))

@@ -126,11 +126,15 @@ class _Tensor(Traced):
 
     def __getattr__(self, name):
         if name.startswith("__") or not hasattr(torch.Tensor, name):
-            raise AttributeError(f"a tensor has no attribute {name!r}")
+            self._refuse_attribute(name)
         found = getattr(torch.Tensor, name)
         if not callable(found):
             return dispatch(found.__get__, (self,), {}, name)
         return lambda *args, **kwargs: dispatch(found, (self, *args), kwargs)
+
+    def _refuse_attribute(self, name):
+        place = "" if name.startswith("_") else ": " + self._trace.where()  # Python asks for some of its own
+        raise AttributeError(f"a tensor has no attribute {name!r}{place}")
 
     def __iter__(self):
         return (self[i] for i in range(len(self)))
@@ -149,7 +153,7 @@ class Capture(_Tensor, Bound):
             return super().__getattr__(name)
         if self._trace.steps.guard(self._number, _has(name)):  # an attribute that the tensor was given
             return self._trace.child(self._number, "getattr({0}, {1})", name)
-        raise AttributeError(f"a tensor has no attribute {name!r}")
+        self._refuse_attribute(name)
 
     def __len__(self):
         return self.shape[0].__index__()
@@ -226,7 +230,7 @@ class Value(_Tensor):
     def item(self):
         self._refuse()
 
-    __int__ = __float__ = __index__ = __complex__ = tolist = item
+    __int__ = __float__ = __index__ = __complex__ = __hash__ = tolist = item
 
 
 class Row(Value):
@@ -306,6 +310,15 @@ class Object:
 
     def __len__(self):
         return object.__getattribute__(self, "_asked")(len)
+
+    def __int__(self):
+        return object.__getattribute__(self, "_asked")(int)
+
+    def __float__(self):
+        return object.__getattribute__(self, "_asked")(float)
+
+    def __index__(self):
+        return object.__getattribute__(self, "_asked")(operator.index)
 
     def __contains__(self, item):
         get = object.__getattribute__

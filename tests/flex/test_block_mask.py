@@ -194,6 +194,40 @@ def test_sizes_must_be_positive(sizes, options, message):
         ours.create_block_mask(lambda b, h, q, k: q >= k, *sizes, device="cpu", **options)
 
 
+@pytest.mark.parametrize(
+    "sizes, options, message",
+    [
+        ((1, 1, 8.5, 8), {}, "Q_LEN must be an integer; it is 8.5, of type float"),
+        ((1, 1, 8, "8"), {}, "KV_LEN must be an integer; it is '8', of type str"),
+        ((1, 1, 8, None), {}, "KV_LEN must be an integer; it is of type NoneType"),
+        ((1.0, 1, 8, 8), {}, "B must be an integer or None; it is 1.0, of type float"),
+        ((1, 1, 8, 8), {"BLOCK_SIZE": 64.0}, "BLOCK_SIZE must be an integer or a pair of integers; it is 64.0"),
+        ((1, 1, 8, 8), {"BLOCK_SIZE": (1, 2, 3)}, "BLOCK_SIZE must be .*it is \\(1, 2, 3\\), of type tuple"),
+        ((1, 1, 8, 8), {"BLOCK_SIZE": (8, 8.0)}, "BLOCK_SIZE must be .*it is \\(8, 8.0\\), of type tuple"),
+    ],
+)
+def test_sizes_must_be_integers(sizes, options, message):
+    def mod(b, h, q, k):
+        return q >= k
+
+    with pytest.raises(TypeError, match=message):
+        ours.create_block_mask(mod, *sizes, device="cpu", **options)
+    if not options:
+        with pytest.raises(TypeError, match=message):
+            ours.create_mask(mod, *sizes, device="cpu")
+
+
+def test_sizes_of_numpy_and_lists():
+    def mod(b, h, q, k):
+        return q >= k
+
+    numpy = pytest.importorskip("numpy")
+    want = ours.create_block_mask(mod, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=4)
+    for block in (numpy.int64(4), [4, 4], (numpy.int32(4), 4), torch.Size([4, 4])):
+        got = ours.create_block_mask(mod, 1, None, numpy.int64(8), 8, device="cpu", BLOCK_SIZE=block)
+        assert got.BLOCK_SIZE == (4, 4) and torch.equal(got.to_dense(), want.to_dense())
+
+
 def test_wrong_mods_are_refused():
     with pytest.raises(AssertionError, match="create-block_mask requires a mask_mod function! Got"):
         ours.create_block_mask(lambda s, b, h, q, k: s, 1, 1, 8, 8, device="cpu")

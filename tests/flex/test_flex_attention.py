@@ -1,6 +1,7 @@
 """flex_attention against its specification: masks, score mods, block masks, gradients, shapes and errors."""
 
 import enum
+import functools
 import random
 import threading
 import types
@@ -16,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.attention.flex_attention import create_block_mask as create_block_mask_of_torch
 
+from flash_attn import flash_attn_func
 from flash_attn.flex import tracer
 from flash_attn.flex.derivative import derivative_of
 from flash_attn.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention, noop_mask, or_masks
@@ -124,6 +126,45 @@ def test_lists_in_any_order_with_garbage_behind_the_counts():
     check(*make(2, 3, 1, 150, 120, 16), block_mask=block_mask, mask=mask)
 
 
+def lists_of(kinds, width, full_width, garbage=0):
+    """The lists of a BlockMask of these kinds of blocks, 1 for partial and 2 for full, with so many places in a row."""
+    lists = []
+    for kind, places in ((1, width), (2, full_width)):
+        num = (kinds == kind).sum(-1).to(torch.int32)
+        indices = torch.full((*kinds.shape[:3], places), garbage, dtype=torch.int32)
+        for at in torch.cartesian_prod(*map(torch.arange, kinds.shape[:3])).tolist():
+            found = (kinds[tuple(at)] == kind).nonzero().flatten()
+            indices[tuple(at)][: len(found)] = found
+        lists += [num, indices]
+    return lists
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["called", "compiled"])
+@pytest.mark.parametrize("width, full_width", [(2, 2), (2, 1), (1, 3), (0, 2), (7, 2)])
+def test_lists_with_fewer_places_than_columns_of_blocks(width, full_width, is_compiled):
+    """As for the k best blocks of each row: ``[b, h, rows, k]``."""
+    kinds = torch.zeros(2, 1, 3, 5, dtype=torch.int64)
+    for row in range(3):
+        kinds[:, :, row, [4, row][: min(width, 2)]] = 1
+        kinds[:, :, row, [3, (row + 1) % 3][: min(full_width, 2)]] = 2
+    mod = lambda b, h, q, k: (q + k) % 3 != 0  # noqa: E731
+    lists = lists_of(kinds, width, full_width, 4)
+    block_mask = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=16, mask_mod=mod, seq_lengths=(40, 70), compute_q_blocks=False
+    )
+    blocks = kinds.repeat_interleave(16, 2).repeat_interleave(16, 3)[:, :, :40, :70]
+    mask = (blocks == 2) | ((blocks == 1) & create_mask(mod, 1, 1, 40, 70, device="cpu"))
+    q, k, v = make(2, 2, 1, 40, 70, 16)
+    if not is_compiled:
+        check(q, k, v, block_mask=block_mask, mask=mask)
+        return
+    torch._dynamo.reset()
+    call = torch.compile(functools.partial(flex_attention, enable_gqa=True), backend="aot_eager", fullgraph=True)
+    q.requires_grad_()
+    close(call(q, k, v, None, block_mask), attention(q.double(), k.double(), v.double(), mask=mask)[0], 1e-5)
+    call(q, k, v, None, block_mask).sum().backward()
+
+
 @pytest.mark.parametrize("name, value", [("is_near", False), ("kind", "far")])
 def test_a_mask_that_changes_keeps_its_blocks(name, value):
     """Both masks are windows, which the plain kernels know. The lists are still those of the first mask."""
@@ -229,6 +270,29 @@ def test_infinite_values_reach_those_that_see_them():
     v[0, 0, 7, 3] = INF
     out = flex_attention(q, k, v, mask_mod=causal)
     assert out[0, 0, :7].isfinite().all() and (out[0, 0, 7:, 3] == INF).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("mask_mod", [None, causal], ids=["all", "causal"])
+def test_max_scores_of_rows_with_nan(dtype, mask_mod):
+    """As in PyTorch, and as on GPUs: NaN where the row sees one, +inf where it sees that alone."""
+    q, k, v = (x.to(dtype) for x in make(1, 2, 2, 40, 40, 16))
+    table = torch.zeros(40, 40)
+    table[5, 3], table[6, 2], table[7, 1], table[8] = torch.nan, INF, -INF, torch.nan
+    _, aux = flex_attention(
+        q, k, v, lambda s, b, h, i, j: s + table[i, j], mask_mod=mask_mod, return_aux=AuxRequest(max_scores=True)
+    )
+    scores = (q.double() @ k.double().mT) / 4 + table
+    if mask_mod is not None:
+        scores = scores.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -INF)
+    torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_max_logits_of_a_head_with_nan():
+    q, k, v = (x.transpose(1, 2).contiguous() for x in make(2, 3, 3, 20, 30, 16))
+    q[1, 4, 2, 0] = torch.nan
+    *_, largest = flash_attn_func(q, k, v, return_max_logits=True)
+    assert largest.isnan().tolist() == [False, False, True]
 
 
 def test_no_keys():
@@ -438,6 +502,14 @@ ERRORS = [
     ({"scale": "a"}, TypeError, "scale must be a number or None; it is 'a', of type str"),
     ({"scale": torch.tensor(0.3, requires_grad=True)}, RuntimeError, "scale gets no gradient"),
     ({"mask_mod": lambda b, h, q, k: q - k}, AssertionError, "must return torch.bool"),
+    ({"kernel_options": "AUTO"}, TypeError, "kernel_options must be a dict or None; it is 'AUTO', of type str"),
+    ({"return_aux": True}, TypeError, "return_aux must be an AuxRequest or None; it is True, of type bool"),
+    ({"return_aux": {"lse": True}}, TypeError, "return_aux must be an AuxRequest or None; it is of type dict"),
+    ({"score_mod": "relu"}, TypeError, "score_mod must be a function or None; it is 'relu', of type str"),
+    ({"score_mod": 3}, TypeError, "score_mod must be a function or None; it is 3, of type int"),
+    ({"mask_mod": masked((1, 1, 8, 8))}, TypeError, "mask_mod must be a function or None; it is of type BlockMask"),
+    ({"block_mask": causal}, TypeError, "block_mask must be a BlockMask or None; it is of type function"),
+    ({"block_mask": torch.ones(8, 8)}, TypeError, r"block_mask must be a BlockMask or None; it is a tensor of shape"),
 ]
 
 
@@ -448,6 +520,22 @@ def test_errors(arguments, error, text):
         arguments["block_mask"] = masked(arguments["block_mask"])
     with pytest.raises(error, match=text):
         call(**arguments)
+
+
+@pytest.mark.parametrize("name, place", [("query", 0), ("key", 1), ("value", 2)])
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda x: None, "must be a tensor; it is of type NoneType"),
+        (lambda x: x.numpy(), "must be a tensor; it is of type ndarray"),
+        (lambda x: x.to_sparse(), "must be a dense tensor; it has layout torch.sparse_coo"),
+    ],
+)
+def test_tensors_of_other_kinds_are_named(name, place, change, text):
+    tensors = [torch.ones(1, 4, 8, 16) for _ in range(3)]
+    tensors[place] = change(tensors[place])
+    with pytest.raises(TypeError, match=f"{name} {text}"):
+        flex_attention(*tensors)
 
 
 def test_a_mask_that_requires_grad_is_refused():

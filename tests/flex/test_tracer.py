@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import fractions
 import functools
 import math
 import os
@@ -300,6 +301,7 @@ READERS = {
     "isinstance of a tensor": lambda b, h, q, k: q >= k if isinstance(TENSOR, torch.nn.Parameter) else q <= k,
     "type()": lambda b, h, q, k: q >= k if type(NUMBER) is int else q <= k,
     "a member of an IntEnum": lambda b, h, q, k: q >= k if LEVEL is Level.LOW else q <= k,
+    "an object that is a number": lambda b, h, q, k: q - k < float(SHARE) + int(SHARE) + [1, 2, 3][Places()],
     "the sign of 0": lambda b, h, q, k: q >= k if math.copysign(1, ZERO) > 0 else q <= k,
 }
 
@@ -307,6 +309,11 @@ READERS = {
 @functools.cache
 def _cached(n):
     return n * 2 + 1
+
+
+class Places:
+    def __index__(self):
+        return REACH // 3
 
 
 class Tables:
@@ -354,7 +361,7 @@ COUNT, ARRAY = np.int64(2), np.array([3, 5])
 TABLES = Tables()
 FURTHER, PAIR, FLAG, NUMBER, LEVEL, ZERO = Further(), Pair(2), True, 3, Level.LOW, 0.0
 LATER, TENSOR, SOURCE = types.SimpleNamespace(), torch.zeros(3), {"reach": 2}
-GET = SOURCE.get
+GET, SHARE = SOURCE.get, fractions.Fraction(5, 2)
 
 
 @pytest.mark.parametrize("mod", READERS.values(), ids=READERS)
@@ -380,6 +387,7 @@ def test_whatever_a_mod_reads_is_read_again(mod, monkeypatch):
             changed.setitem(names, "TENSOR", torch.nn.Parameter(torch.zeros(3)))
             changed.setattr(names["TENSOR"], "reach", 4, raising=False)
             changed.setitem(names, "PAIR", Pair(3))
+            changed.setitem(names, "SHARE", fractions.Fraction(7, 2))
             changed.setitem(SOURCE, "reach", 5)
             changed.setitem(names, "COUNT", np.int64(1))
             changed.setitem(names, "ARRAY", np.array([3, 7]))
@@ -488,6 +496,15 @@ def test_an_operation_of_another_library_is_refused(name):
         assert found.eq(0).all()
 
 
+@pytest.mark.parametrize("wrap", [torch.compile, torch.compiler.disable, functools.cache], ids=lambda x: x.__name__)
+def test_a_wrapped_function_is_the_function_inside(wrap):
+    for reach in (2, 5):
+        wrapped = wrap(lambda b, h, q, k: q - k < reach)  # noqa: B023
+        for mod in (wrapped, lambda b, h, q, k: wrapped(b, h, q, k)):  # noqa: B023
+            got = evaluated(mod, (1, 1, 9, 9))
+            assert torch.equal(got, expected(lambda b, h, q, k: q - k < reach, (1, 1, 9, 9)))  # noqa: B023
+
+
 def test_a_match_of_classes_is_refused():
     scope = {"WIDTH": 3}
     text = "def refused_mod(b, h, q, k):\n match WIDTH:\n  case int(): return q >= k\n return q <= k\n"
@@ -531,6 +548,11 @@ def test_a_branch_on_an_index_is_refused():
         lambda q, k: q.item(),
         lambda q, k: int(q),
         lambda q, k: [1, 2, 3][q],
+        lambda q, k: {0: 1}[q],
+        lambda q, k: q in {1, 2},
+        lambda q, k: torch.arange(9)[q:][0],
+        lambda q, k: torch.arange(9)[:, None][1 : q + 1, 0].sum(),
+        lambda q, k: torch.arange(9)[::q].sum(),
     ],
 )
 def test_the_value_of_an_index_is_not_known(use):
@@ -594,6 +616,16 @@ def test_errors_of_torch_name_the_mod():
         return table[q, k] > 0
 
     refused(refused_mod, IndexError, "too many indices")
+
+    def refused_mod(b, h, q, k):
+        return q.greater_than(k)
+
+    refused(refused_mod, AttributeError, "a tensor has no attribute 'greater_than'")
+
+    def refused_mod(b, h, q, k):
+        return table.greater_than(k)
+
+    refused(refused_mod, AttributeError, "a tensor has no attribute 'greater_than'")
 
     def refused_mod(b, h, q, k):
         table[0] = 1
