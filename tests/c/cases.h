@@ -59,7 +59,7 @@ typedef enum { ROWS_THEN_HEADS, HEADS_THEN_ROWS, PADDED_ROWS, NUM_LAYOUTS } tens
 /* Do all rows consist of aligned pieces of 16 bytes, without additions of flash-attn 3? Some GPU kernels want this. */
 static bool has_16_bytes;
 
-/* Are calls so long that most tiles are seen whole, by all their rows? They have a mask or none, and no other option. */
+/* Are calls so long that all rows of most tiles see them whole? They have a mask or none, and no other option. */
 static bool has_whole_tiles;
 
 static tensor tensor_of(fa_dtype dtype, int64_t columns, int64_t b, int64_t rows, int64_t h, tensor_layout layout,
