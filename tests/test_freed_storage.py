@@ -199,7 +199,7 @@ def test_jagged_tensors_are_named(part, num_bytes):
 
 
 def test_a_length_is_named():
-    with pytest.raises(RuntimeError, match="^max_seqlen has shape .*storage must hold"):
+    with pytest.raises(RuntimeError, match="^max_seqlen_q has shape .*storage must hold"):
         flash_attn_varlen_func(**{**ROWS, **CU, "max_seqlen_q": lost(torch.tensor(6), None)})
 
 

@@ -338,6 +338,19 @@ def test_copies_take_the_place_of_pages_that_tma_does_not_load(plan, page):
     assert int(workspace) == 2 * -(-(2 * 2 * page * 2 * 128 * 2) // 256) * 256 + 256
 
 
+@pytest.mark.parametrize("page", (12, 16))
+@pytest.mark.parametrize("numbers", ({"rows": 2**31}, {"new": 2**30 + 1}), ids=str)
+def test_a_cache_is_counted_in_32_bits_with_copies_too(plan, page, numbers):
+    said = plan(pages=8, page=page, **numbers)
+    assert "no kernel takes this call" in said and "it counts rows and pages of a KV cache up to 2^30" in said
+
+
+def test_estimates_for_expanded_caches_do_not_overflow(plan):
+    """The elements of all keys, and the pairs of queries and keys, are more than 2^63."""
+    said = plan(pages=8, page=2**26 - 2**14, b=2**20, h=2**10, h_kv=2**10, len_q=33)
+    assert said.startswith(("attn_decode_sm90", "attn_fwd_sm90"))
+
+
 def test_every_row_and_every_kernel_that_is_ruled_out_has_a_reason(plan):
     """In rows for 248 columns of Q, the last box of V begins behind 40 columns. Only the last planner has no boxes."""
     first, *ruled_out = plan(d=248, d_v=40, packed=1).splitlines()

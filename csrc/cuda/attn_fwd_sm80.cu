@@ -219,7 +219,7 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
     const int plain_begin = uniform(
         max((int)IS_LATE, ceil_div(first_of(0) + BLOCK_KV - keys.full_end, BLOCK_KV) + (IS_LATE && STAGES == 1)));
     const int plain_end = has_all_rows && !shared.is_careful()
-                              ? uniform(min(walk.num, (first_of(0) - keys.full_begin) / BLOCK_KV + 1))
+                              ? uniform(min(walk.num, (first_of(0) + BLOCK_KV - keys.full_begin) / BLOCK_KV))
                               : 0;
 
     bool has_probs = false, has_large = false;

@@ -22,15 +22,16 @@ constexpr int PIECE = 8;   /* elements */
 struct row_of_heads {
     const uint4 *from;
     uint4 *to;
-    int pieces_of_head, stride_h; /* the heads of `from` lie so many pieces apart */
+    int pieces_of_head;
+    long long stride_h; /* the heads of `from` lie so many pieces apart */
 
     DEVICE row_of_heads(const fa_cuda_view &view, long long element, void *copies, long long row, int h_kv, int columns)
         : from((const uint4 *)view.data + element / PIECE), to((uint4 *)copies + row * h_kv * (columns / PIECE)),
-          pieces_of_head(columns / PIECE), stride_h((int)(view.stride_h / PIECE)) {}
+          pieces_of_head(columns / PIECE), stride_h(view.stride_h / PIECE) {}
 
     DEVICE uint4 load(int i) const {
         const int head = i / pieces_of_head;
-        return from[(long long)head * stride_h + (i - head * pieces_of_head)];
+        return from[head * stride_h + (i - head * pieces_of_head)];
     }
 };
 

@@ -148,7 +148,7 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
     if (p->num_splits > 0 && !packed) return us_of_other < (double)(ceil_div(rows, block_q) * block_q) * us_of_row;
     const int64_t q_tiles = packed ? p->total_q * (p->h / p->h_kv) / block_q + p->b : p->b * ceil_div(rows, block_q);
     const int64_t tiles = q_tiles * p->h_kv, sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1;
-    const double us_of_work = (double)(tiles * block_q * keys) * us_of_row / (double)sms;
+    const double us_of_work = (double)(tiles * block_q) * (double)keys * us_of_row / (double)sms;
     const double few_keys = keys < MANY_KEYS ? (double)keys / MANY_KEYS : 1;
     const double us_beside =
         US_START + US_MERGE * few_keys * (tiles > FEW_TILES ? (double)FEW_TILES / (double)tiles : 1);

@@ -33,8 +33,8 @@ double fa_us_of_a_pair(const fa_fwd_sm90_columns *t) {
 }
 
 double fa_us_of_cache(const fa_problem *p) {
-    const double elements = (double)(p->b * p->h_kv * fa_cache_pages_of(p).capacity * (p->d + p->d_v));
-    return elements * (double)fa_dtype_bytes(p->dtype) / BYTES_OF_A_US;
+    const double rows = (double)(p->b * p->h_kv) * (double)fa_cache_pages_of(p).capacity;
+    return rows * (double)(p->d + p->d_v) * (double)fa_dtype_bytes(p->dtype) / BYTES_OF_A_US;
 }
 
 /* A call over a cache in work tiles of a row of the table, which `heads` heads share. */
@@ -53,7 +53,7 @@ static cut cut_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t hea
                  .width = sms > 0 ? sms : 1,
                  .us_of_key_tile = (double)(block_q * t->block_kv) * fa_us_of_a_pair(t),
                  .us_of_memory = fa_us_of_cache(p),
-                 .us_of_parts = US_COMBINE + US_ELEMENT * (double)(p->total_q * p->h * p->d_v)};
+                 .us_of_parts = US_COMBINE + US_ELEMENT * (double)(p->total_q * p->h) * (double)p->d_v};
 }
 
 /* Of work and memory the shorter one overlaps with the longer one, but for a third at the begin and the end. */

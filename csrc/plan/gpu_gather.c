@@ -23,6 +23,7 @@ bool fa_gathers(const fa_problem *p) {
     return p->paged && !p->flex && !p->leftpad_k && p->num_splits == 0 && !fa_has_boxes(p) &&
            (p->dtype == FA_F16 || p->dtype == FA_BF16) && p->d % 8 == 0 && p->d_v % 8 == 0 && p->b > 0 && p->h_kv > 0 &&
            pages.num > 0 && pages.num < INT32_MAX && pages.capacity > 0 && pages.capacity < MOST_KEYS &&
+           p->len_new < MOST_KEYS && p->total_new < INT32_MAX && p->cache_rows < INT32_MAX &&
            fa_suits_tma(p, &p->k, pages.num, pages.size, p->h_kv) &&
            fa_suits_tma(p, &p->v, pages.num, pages.size, p->h_kv) && pages.capacity <= MOST_BYTES / key_bytes / p->b;
 }

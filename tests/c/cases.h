@@ -59,7 +59,7 @@ typedef enum { ROWS_THEN_HEADS, HEADS_THEN_ROWS, PADDED_ROWS, NUM_LAYOUTS } tens
 /* Do all rows consist of aligned pieces of 16 bytes, without additions of flash-attn 3? Some GPU kernels want this. */
 static bool has_16_bytes;
 
-/* Are calls so long that most tiles are seen whole by all their rows? They have a mask or none, and no other option. */
+/* Are calls so long that all rows of most tiles see them whole? They have a mask or none, and no other option. */
 static bool has_whole_tiles;
 
 static tensor tensor_of(fa_dtype dtype, int64_t columns, int64_t b, int64_t rows, int64_t h, tensor_layout layout,
@@ -359,12 +359,16 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     p->len_kv = has_whole_tiles        ? (p->pass == FA_FWD ? 70 : 256) + random_below(r, 120)
                 : random_chance(r, 30) ? p->len_q
                                        : random_length(r);
+    /* Windows that begin in the last key tile, which the last key fills. */
+    const bool is_narrow = has_whole_tiles && seed / (uint64_t)COUNT(head_dims_of_tiles) % 3 == 2;
+    if (is_narrow) p->len_q = p->len_q / 64 * 64 + random_below(r, 3), p->len_kv = p->len_kv / 96 * 96 + 96;
     if (p->d <= 33 && random_chance(r, 20))
         p->len_kv = 1024 + random_below(r, 400); /* the backward then has several ranges of keys */
     while (!has_whole_tiles && p->b * p->h * p->len_q * p->len_kv * (p->d + p->d_v) / 2 > most_work)
         p->len_q = p->len_q * 2 / 3;
     draw_placement(&c, r, &more);
     draw_masks(&c, r, &more);
+    if (is_narrow) p->window_left = random_below(r, 40), p->window_right = random_chance(r, 30) ? 20 : -1;
     p->q = c.q.view, p->k = c.k.view, p->v = c.v.view, p->o = c.o.view;
     p->dout = c.dout.view, p->dq = c.dq.view, p->dk = c.dk.view, p->dv = c.dv.view;
     int64_t rows = p->cu_seqlens_q ? p->total_q : p->len_q;

@@ -1,5 +1,6 @@
 /* Tests attn_fwd_sm90 (csrc/cuda/attn_fwd_sm90.cu): O, lse and the largest scores against sums in double, with masks,
- * grouped heads, packed sequences, sinks, lists of key tiles, and work tiles that fail and are repeated.
+ * grouped heads, packed sequences, sinks, lists of key tiles, and work tiles that fail and are repeated. With a KV
+ * cache also pages, copies of pages as gather.cu leaves them, heads that share work tiles, and parts of the keys.
  *
  * All threads of a CTA run the kernel's own code (cuda_emulation.h, hopper_emulation.h). CTAs run one after the other,
  * so nothing between CTAs is tested but the counter of work tiles. Each problem runs in three manners. In each manner
@@ -19,7 +20,6 @@ extern "C" {
 }
 #include "hopper_problem.h"
 
-static_assert(!CACHE, "what is emulated");
 #if !FLEX
 #define FLEX_SCORE 0
 #endif
@@ -41,6 +41,9 @@ struct problem {
     int ctas;
     bool is_dynamic, has_sinks; /* is_dynamic: work tiles come from the counter */
     values kind;
+    /* With a cache: keys of a page (0: a page for each sequence, as long as the cache), keys that fit beside those of
+     * the longest sequence, heads of a work tile, and parts. */
+    int page, more, tile_heads, parts;
 };
 
 static void draw_values(const problem &x, tensor &q, tensor &k, tensor &v) {
@@ -121,6 +124,52 @@ struct flex_tensors {
 };
 #endif
 
+#if CACHE
+/* Keys in a cache. Behind the keys of a sequence lie zeros, as gather.cu leaves them, and then NaN. */
+struct cache_tensors {
+    int page, cols, capacity, num_pages;
+    std::vector<int> table, rows_of, len_kv;
+
+    cache_tensors(const problem &x) : len_kv(x.len_kv) {
+        const int b = (int)x.len_kv.size(), most = *std::max_element(x.len_kv.begin(), x.len_kv.end()) + x.more;
+        page = x.page ? x.page : max(most, 1), cols = ceil_div(max(most, 1), page), capacity = cols * page;
+        num_pages = (b + 1) * cols; /* one more row than sequences */
+        for (int i = 0; i < num_pages; i++) table.push_back(i);
+        if (x.page) std::shuffle(table.begin(), table.end(), random_bits);
+        for (int i = 0; i < b; i++) rows_of.push_back((i + 1) % (b + 1));
+    }
+    int row_of_key(int n, int j) const {
+        return table[(size_t)(rows_of[(size_t)n] * cols + j / page)] * page + j % page;
+    }
+    void hide_unused(tensor &t) const {
+        std::vector<bool> is_used((size_t)t.rows);
+        for (size_t n = 0; n < len_kv.size(); n++)
+            for (int j = 0; j < min(len_kv[n] + 128, capacity); j++) {
+                const int row = row_of_key((int)n, j);
+                is_used[(size_t)row] = true;
+                if (j >= len_kv[n]) std::fill_n(t.row(row, 0), t.h * t.d, element{0});
+            }
+        for (int i = 0; i < t.rows; i++)
+            if (!is_used[(size_t)i]) std::fill_n(t.row(i, 0), t.h * t.d, element{0x7fff});
+    }
+    void fill(const problem &x, params &p, tensor &k, tensor &v) {
+        const int box = x.page ? std::__gcd(page, BLOCK_KV) : BLOCK_KV, rows = BLOCK_Q / x.tile_heads;
+        hide_unused(k), hide_unused(v);
+        k.fill_map_of_pages(p.k, page, box), v.fill_map_of_pages(p.v, page, box);
+        for (size_t n = 0; n < len_kv.size(); n++) /* pages without a key are not looked up */
+            for (int i = ceil_div(len_kv[n], page); x.page && i < cols; i++)
+                table[(size_t)(rows_of[n] * cols + i)] = -1;
+        p.cu_seqlens_k = nullptr, p.seqused_k = len_kv.data(), p.len_kv = capacity;
+        p.cache = {};
+        p.cache.block_table = x.page ? table.data() : nullptr, p.cache.table_stride = cols;
+        p.cache.rows = (int)len_kv.size() + 1, p.cache.num_pages = num_pages, p.cache.page_size = page;
+        p.cache.capacity = capacity, p.cache.box = box, p.cache.cache_batch_idx = rows_of.data();
+        p.cache.tile_heads = x.tile_heads, p.cache.rows_of_head = rows, p.cache.h_in_tiles = x.h / x.tile_heads;
+        p.cache.rows_inverse = FA_ROWS_INVERSE(rows), p.cache.num_parts = x.parts;
+    }
+};
+#endif
+
 /* A row of O and its lse, as they should be. */
 struct row_of_o {
     std::vector<double> o;
@@ -165,22 +214,52 @@ struct difference {
     double error() const { return all > 0 ? sqrt(off / all) : sqrt(off); }
 };
 
+#if CACHE
+/* Adds up the parts of each row, as combine.cu does. lse and part_o are [part, b, h, row]. */
+static void add_parts(int parts, int rows, float *lse, const std::vector<float> &part_o, int len_q, tensor &o) {
+    for (int i = 0; i < rows; i++) {
+        double most = -INFINITY, sum = 0;
+        for (int part = 0; part < parts; part++) most = fmax(most, lse[part * rows + i]);
+        std::vector<double> row((size_t)o.d);
+        for (int part = 0; part < parts && most > -INFINITY; part++) {
+            const double weight = exp(lse[part * rows + i] - most);
+            sum += weight;
+            for (int c = 0; c < o.d && weight > 0; c++)
+                row[(size_t)c] += weight * part_o[((size_t)part * (size_t)rows + (size_t)i) * (size_t)o.d + (size_t)c];
+        }
+        const int head = i / len_q % o.h, row_of_o = i / len_q / o.h * len_q + i % len_q;
+        for (int c = 0; c < o.d; c++)
+            *(o.row(row_of_o, head) + c) = cvt<element>((float)(sum > 0 ? row[(size_t)c] / sum : 0));
+        lse[i] = sum > 0 ? (float)(most + log(sum)) : INFINITY;
+    }
+}
+#endif
+
 static void check(const problem &x) {
     const int b = (int)x.len_q.size(), group = x.h / x.h_kv, len_q = x.len_q[0], len_kv = x.len_kv[0];
     const std::vector<int> cu_q = offsets_of(x.len_q), cu_kv = offsets_of(x.len_kv);
-    const int total_q = cu_q[b], total_kv = cu_kv[b];
+#if CACHE
+    cache_tensors cache(x);
+    const int total_q = cu_q[b], total_kv = cache.num_pages * cache.page, rows_of_head = BLOCK_Q / x.tile_heads;
+    const int tile_heads = x.tile_heads, parts = x.parts;
+    const auto row_of_key = [&](int n, int j) { return cache.row_of_key(n, j); };
+#else
+    const int total_q = cu_q[b], total_kv = cu_kv[b], rows_of_head = BLOCK_Q, tile_heads = 1, parts = 1;
+    const auto row_of_key = [&](int n, int j) { return cu_kv[n] + j; };
+#endif
     tensor q(total_q, x.h, x.d), o(total_q, x.h, x.d_v), k(total_kv, x.h_kv, x.d), v(total_kv, x.h_kv, x.d_v);
     draw_values(x, q, k, v);
     std::vector<float> sinks;
     for (int i = 0; i < x.h; i++) sinks.push_back(x.has_sinks ? (float)(random_bits() % 9) : -INFINITY);
     constexpr int GUARD = 64; /* elements that nobody may write */
     constexpr float UNTOUCHED = 12345;
-    std::vector<float> lse((size_t)(total_q * x.h) + 2 * GUARD, UNTOUCHED);
+    std::vector<float> lse((size_t)(parts * total_q * x.h) + 2 * GUARD, UNTOUCHED);
+    std::vector<float> part_o((size_t)(parts * total_q * x.h * x.d_v), NAN);
     o.data.resize(o.data.size() + GUARD, element{0x7fff});
 
     params p = {};
-    q.fill_map(p.q, len_q, BLOCK_Q), o.fill_map(p.o, len_q, 16);
-    k.fill_map(p.k, len_kv, BLOCK_KV), v.fill_map(p.v, len_kv, BLOCK_KV);
+    q.fill_map(p.q, len_q, rows_of_head, tile_heads), o.fill_map(p.o, len_q, 16);
+    if (!CACHE) k.fill_map(p.k, len_kv, BLOCK_KV), v.fill_map(p.v, len_kv, BLOCK_KV);
     p.lse = lse.data() + GUARD;
     p.lse_stride_b = VARLEN ? 0 : (long long)x.h * len_q, p.lse_stride_h = VARLEN ? total_q : len_q;
     p.o_data = o.data.data();
@@ -188,8 +267,8 @@ static void check(const problem &x) {
     p.b = b, p.h = x.h, p.heads_per_kv = group, p.d_v = x.d_v;
     p.len_q = VARLEN ? total_q : len_q, p.len_kv = VARLEN ? total_kv : len_kv;
     p.cu_seqlens_q = cu_q.data(), p.cu_seqlens_k = cu_kv.data();
-    p.num_q_tiles = ceil_div(len_q, BLOCK_Q), p.num_tiles = p.num_q_tiles * b * x.h;
-    p.group_heads = 1 + (int)(random_bits() % (unsigned)x.h);
+    p.num_q_tiles = ceil_div(len_q, rows_of_head), p.num_tiles = p.num_q_tiles * b * x.h / tile_heads * parts;
+    p.group_heads = 1 + (int)(random_bits() % (unsigned)(x.h / tile_heads));
     p.counter_slot = x.is_dynamic ? 3 : -1;
     const float scale = 1 / sqrtf((float)x.d);
     p.score_scale = scale, p.scale_log2 = (SCORE || FLEX_SCORE ? 1 : scale) * (float)LOG2_E;
@@ -201,6 +280,11 @@ static void check(const problem &x) {
 #if FLEX
     const flex_tensors flex(x, p);
 #endif
+#if CACHE
+    const cache_tensors places = cache; /* fill() takes numbers out of the table */
+    cache.fill(x, p, k, v);
+    if (parts > 1) p.cache.part_o = part_o.data(), p.cache.part_rows = total_q * x.h, p.empty_lse = -INFINITY;
+#endif
     const emulated_shape shape = {(unsigned)x.ctas, 1, 1, 1, THREADS, 1024 + (unsigned)sizeof(shared_memory)};
     emulate_launch(run_kernel, &p, &shape);
     EXPECT(copies.empty());
@@ -210,6 +294,10 @@ static void check(const problem &x) {
         EXPECT(o.data[o.data.size() - 1 - (size_t)i].bits == 0x7fff);
     }
 
+#if CACHE
+    if (parts > 1) add_parts(parts, total_q * x.h, p.lse, part_o, len_q, o), p.empty_lse = INFINITY;
+    cache.table = places.table;
+#endif
     difference all;
     for (int n = 0; n < b; n++)
         for (int head = 0; head < x.h; head++)
@@ -224,12 +312,12 @@ static void check(const problem &x) {
                     const int kind = flex.kind_at(head, i, j);
                     if (kind == EMPTY_BLOCK || (kind == PARTIAL_BLOCK && !flex_mask(p.values, n, head, i, j))) continue;
 #endif
-                    for (int c = 0; c < x.d; c++) s += q.at(row, head, c) * k.at(cu_kv[n] + j, head_kv, c);
+                    for (int c = 0; c < x.d; c++) s += q.at(row, head, c) * k.at(row_of_key(n, j), head_kv, c);
                     s *= scale;
 #if FLEX_SCORE
                     s = flex_score(p.values, (float)s, n, head, i, j);
 #endif
-                    scores.push_back(s), keys.push_back(cu_kv[n] + j);
+                    scores.push_back(s), keys.push_back(row_of_key(n, j));
                 }
                 double sink = sinks[head];
 #if FLEX
@@ -251,7 +339,24 @@ static void check(const problem &x) {
 static int narrower(int columns, int less) { return max(columns - less, (columns - 1) / CHUNK * CHUNK + 8); }
 
 static const problem PROBLEMS[] = {
-#if VARLEN
+#if CACHE && VARLEN
+    {"packed", {130, 0, 1, 300, 129}, {130, 7, 0, 257, 300}, 2, 1, D_QK, D_V, 1, true, false, NORMAL, 0, 0, 1, 1},
+    {"packed, sinks", {1, 1, 0, 64}, {1, 129, 5, 200}, 2, 2, D_QK, D_V, 2, true, true, NORMAL, 0, 77, 1, 1},
+    {"packed, pages", {65, 3, 70}, {131, 9, 200}, 4, 2, D_QK, D_V, 2, false, false, NORMAL, 16, 40, 2, 1},
+    {"packed, NaN", {100, 1, 77}, {256, 9, 257}, 2, 1, D_QK, D_V, 2, true, false, NANS, 0, 300, 2, 1},
+    {"packed, large scores", {70, 0, 60}, {140, 9, 33}, 2, 1, D_QK, D_V, 1, true, false, LARGE, 8, 0, 1, 1},
+#elif CACHE
+    {"300", {300}, {300}, 2, 2, D_QK, D_V, 1, false, false, NORMAL, 0, 0, 1, 1},
+    {"lengths", {129, 129, 129}, {385, 0, 61}, 2, 1, D_QK, D_V, 2, true, true, NORMAL, 0, 0, 1, 1},
+    {"room", {70, 70}, {200, 3}, 2, 1, narrower(D_QK, 16), narrower(D_V, 16), 1, true, false, NORMAL, 0, 333, 2, 1},
+    {"pages", {70, 70}, {200, 131}, 4, 2, D_QK, D_V, 1, true, true, NORMAL, 16, 50, 2, 1},
+    {"long pages", {40, 40}, {200, 131}, 4, 1, D_QK, D_V, 2, true, false, NORMAL, 72, 0, 4, 1},
+    {"parts", {30, 30}, {400, 90}, 4, 1, D_QK, D_V, 2, true, false, NORMAL, 0, 9, 4, 3},
+    {"parts of pages", {50, 50}, {300, 0}, 2, 1, D_QK, D_V, 1, true, false, NORMAL, 8, 9, 1, 2},
+    {"NaN", {100, 100}, {310, 77}, 2, 1, D_QK, D_V, 1, true, true, NANS, 0, 5, 1, 1},
+    {"large scores", {80, 80}, {200, 201}, 2, 1, D_QK, D_V, 1, true, true, LARGE, 0, 100, 2, 1},
+    {"huge scores", {65, 65}, {200, 40}, 2, 1, D_QK, D_V, 2, true, true, HUGE_SCORES, 0, 0, 1, 1},
+#elif VARLEN
     {"packed", {130, 0, 1, 300, 129}, {130, 7, 0, 257, 300}, 2, 1, D_QK, D_V, 1, true, false, NORMAL},
     {"packed, sinks", {1, 1, 0, 0, 64, 1}, {1, 129, 5, 0, 200, 0}, 2, 2, D_QK, D_V, 2, true, true, NORMAL},
     {"packed, NaN", {200, 1, 77}, {256, 9, 257}, 1, 1, D_QK, D_V, 2, false, false, NANS},

@@ -5,6 +5,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/mman.h>
 
 #include <cmocka.h>
 
@@ -148,7 +149,57 @@ static void test_gather(void **none) {
     assert_true(num_checked > 100);
 }
 
+/* Two heads lie more than 2^31 pieces of 16 bytes apart. Memory that nobody touches costs nothing. */
+static void test_far_heads(void **none) {
+    (void)none;
+    enum { KEYS = 3, COLUMNS = 8 };
+    const int64_t stride_h = ((int64_t)1 << 34) + 64;
+    const size_t bytes = 2 * (size_t)stride_h + 4096;
+    uint16_t *pool = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (pool == MAP_FAILED) return; /* the machine does not lend so many addresses */
+    static int32_t used[1] = {KEYS}, table[1];
+    const fa_view view = {pool, KEYS * COLUMNS, COLUMNS, stride_h};
+    fa_problem p = {.device = FA_CUDA,
+                    .dtype = FA_BF16,
+                    .b = 1,
+                    .h = 2,
+                    .h_kv = 2,
+                    .len_q = 64,
+                    .d = COLUMNS,
+                    .d_v = COLUMNS,
+                    .total_q = 64,
+                    .scale = 1,
+                    .window_left = -1,
+                    .window_right = -1,
+                    .paged = true,
+                    .seqused_k = used,
+                    .block_table = table,
+                    .block_table_cols = 1,
+                    .num_pages = 1,
+                    .page_size = KEYS,
+                    .len_kv = KEYS,
+                    .total_kv = KEYS,
+                    .q = view,
+                    .k = view,
+                    .v = view,
+                    .o = view};
+    for (int64_t head = 0; head < 2; head++)
+        for (int i = 0; i < KEYS * COLUMNS; i++) pool[head * stride_h + i] = (uint16_t)(100 * head + i);
+    cuda_run run;
+    fa_error err = {""};
+    fa_problem gathered;
+    gpu = (fa_gpu){.capability = 90, .num_sms = 4};
+    gpu_kernels = "fwd_sm90";
+    cuda_run_make(&run, &p, true);
+    assert_true(run.plan.gpu.gathers);
+    if (fa_cuda_gather(&run.call, &gathered, &err)) fail_msg("%s", err.text);
+    check_copies(&p, &p.k, &gathered.k, COLUMNS, KEYS);
+    check_copies(&p, &p.v, &gathered.v, COLUMNS, KEYS);
+    guarded_free_all();
+    munmap(pool, bytes);
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_gather)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_gather), cmocka_unit_test(test_far_heads)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

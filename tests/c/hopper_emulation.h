@@ -104,11 +104,17 @@ static void mbarrier_arrive_for_others(u64 *) {}
 /* Rows of 128 or of 64 bytes are swizzled by 16 bytes. */
 static u32 swizzled(u32 at, u32 row_bytes) { return at ^ (at >> 7 & (row_bytes / 16 - 1)) << 4; }
 
+#ifdef CACHE
+constexpr bool HAS_CACHE = CACHE;
+#else
+constexpr bool HAS_CACHE = false;
+#endif
+
 /* fa_tensor_map holds a pointer to this: a tensor of 16-bit elements, in boxes of swizzled rows. */
 struct emulated_map {
     char *data;
     long row_bytes, head_bytes, sequence_bytes;
-    int columns, rows, heads, sequences, box_rows, box_row_bytes;
+    int columns, rows, heads, sequences, box_rows, box_row_bytes, box_heads = 1;
 
     bool has(int column, int row, int head, int sequence) const {
         return column >= 0 && column < columns && row >= 0 && row < rows && head >= 0 && head < heads &&
@@ -116,14 +122,16 @@ struct emulated_map {
     }
     /* Calls `move` with an element of the box in global and in shared memory. Global memory is NULL outside. */
     template <class mover> void each(u32 box, int column, int row, int head, int sequence, mover move) const {
-        for (int i = 0; i < box_rows; i++)
+        for (int x = 0; x < box_heads * box_rows; x++)
             for (int j = 0; j < box_row_bytes / 2; j++) {
-                const u32 at = box + (u32)(i * box_row_bytes + j * 2);
-                char *element = data + (row + i) * row_bytes + head * head_bytes + sequence * sequence_bytes;
-                move(has(column + j, row + i, head, sequence) ? element + 2 * (column + j) : nullptr,
+                const int i = row + x % box_rows, own_head = head + x / box_rows;
+                const u32 at = box + (u32)(x * box_row_bytes + j * 2);
+                char *element = data + i * row_bytes + own_head * head_bytes + sequence * sequence_bytes;
+                move(has(column + j, i, own_head, sequence) ? element + 2 * (column + j) : nullptr,
                      memory + swizzled(at, (u32)box_row_bytes));
             }
     }
+    int box_bytes() const { return box_heads * box_rows * box_row_bytes; }
 };
 static const emulated_map &map_of(const fa_tensor_map *map) { return **(const emulated_map *const *)map->words; }
 
@@ -134,12 +142,15 @@ static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
                                       u64) {
     const emulated_map m = map_of(map);
     const u32 box = smem_address(dst);
-    /* A box may lie outside the columns of a dense tensor. tensor_map.h says why not of a packed one. */
-    EXPECT(box % 1024 == 0 && c0 >= 0 && m.has(VARLEN ? c0 : 0, c1, c2, c3));
-    memset(dst, 0xff, (size_t)(m.box_rows * m.box_row_bytes));
+    /* A box may lie outside the columns of a dense tensor. tensor_map.h says why not of a packed one. A box without a
+     * used key of a cache lies behind the rows of a page. */
+    const bool is_behind = HAS_CACHE && c1 == m.rows;
+    EXPECT(box % (HAS_CACHE ? 8 * (u32)m.box_row_bytes : 1024) == 0);
+    EXPECT(c0 >= 0 && m.has(VARLEN ? c0 : 0, is_behind ? 0 : c1, c2, c3));
+    memset(dst, 0xff, (size_t)m.box_bytes());
     add_copy(true, [=] {
         m.each(box, c0, c1, c2, c3, [](const char *from, char *to) { from ? memcpy(to, from, 2) : memset(to, 0, 2); });
-        complete(barrier, (u32)(m.box_rows * m.box_row_bytes));
+        complete(barrier, (u32)m.box_bytes());
     });
 }
 static void cp_async_bulk_tensor_store(const fa_tensor_map *map, const void *src, int c0, int c1, int c2, int c3) {

@@ -24,13 +24,22 @@ struct tensor {
     element *row(int i, int head) { return &data[(size_t)((i * h + head) * d)]; }
     double at(int i, int head, int column) { return cvt_f32(row(i, head)[column]); }
     /* len: of each sequence, if they are not packed. */
-    void fill_map(fa_tensor_map &to, int len, int box_rows) {
+    void fill_map(fa_tensor_map &to, int len, int box_rows, int box_heads = 1) {
         const long row_bytes = 2L * h * d;
         char *start = (char *)data.data();
         if (VARLEN) /* tensor_map.h says why */
             map = {start - rows * row_bytes, row_bytes, 2L * d, row_bytes, d, rows, h, rows + 1, box_rows, ROW_BYTES};
         else
             map = {start, row_bytes, 2L * d, len * row_bytes, d, len, h, len ? rows / len : 0, box_rows, ROW_BYTES};
+        map.box_heads = box_heads;
+        const emulated_map *place = &map;
+        memcpy(to.words, &place, sizeof place);
+    }
+    /* Of a cache, whose keys are dense beside packed queries, too. */
+    void fill_map_of_pages(fa_tensor_map &to, int page_size, int box_rows) {
+        const long row_bytes = 2L * h * d;
+        map = {(char *)data.data(), row_bytes, 2L * d,   page_size * row_bytes, d, page_size, h,
+               rows / page_size,    box_rows,  ROW_BYTES};
         const emulated_map *place = &map;
         memcpy(to.words, &place, sizeof place);
     }
