@@ -18,8 +18,7 @@ struct fa_flex_evaluator {
     int32_t *order;              /* the instructions of schedule */
     int32_t first[NUM_STEPS + 1];
     void **values; /* [num_instructions], MOST elements each */
-    void *
-        *spread; /* [num_instructions]: copies of the line's value of the step LINES; NULL: the step LINE reads none */
+    void **spread; /* [num_instructions]: the line's value of the step LINES, copied; NULL: the step LINE reads none */
     int64_t index[4]; /* b, h, first line, first lane */
     int num_lines, num_lanes;
     bool lanes_are_keys;

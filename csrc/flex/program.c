@@ -15,15 +15,11 @@ const fa_flex_op_row fa_flex_ops[FA_FLEX_NUM_CODES] = {
 };
 #undef FA_FLEX_OP
 
-#define FA_FLEX_DTYPE(enumerator, name, type, bytes) {type, bytes},
-static const struct {
-    fa_flex_type type;
-    size_t bytes;
-} dtypes[] = {FA_FLEX_DTYPES(FA_FLEX_DTYPE)};
+#define FA_FLEX_DTYPE(enumerator, name, type, bytes) type,
+static const fa_flex_type types[] = {FA_FLEX_DTYPES(FA_FLEX_DTYPE)};
 #undef FA_FLEX_DTYPE
 
-fa_flex_type fa_flex_type_of(fa_flex_dtype dtype) { return dtypes[dtype].type; }
-size_t fa_flex_dtype_bytes(fa_flex_dtype dtype) { return dtypes[dtype].bytes; }
+fa_flex_type fa_flex_type_of(fa_flex_dtype dtype) { return types[dtype]; }
 
 typedef struct {
     const uint8_t *at;

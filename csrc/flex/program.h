@@ -100,9 +100,8 @@ void fa_flex_free(fa_flex_program *program);
 /* Returns the type of the program's result. */
 fa_flex_type fa_flex_result(const fa_flex_program *program);
 
-/* The type of a loaded element, and the bytes of an element in memory. */
+/* The type of a loaded element. */
 fa_flex_type fa_flex_type_of(fa_flex_dtype dtype);
-size_t fa_flex_dtype_bytes(fa_flex_dtype dtype);
 
 /* One row of ops.def. name is NULL for a code that is not in use. */
 typedef struct {

@@ -25,7 +25,6 @@ INDICES = ("b", "h", "q_idx", "kv_idx")
 BOOL, INT, FLOAT = "bool", "int", "float"
 LEVELS = [("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-")]
 LEVELS += [("*", "/", "%")]
-LEVEL_OF = {op: level for level, ops in enumerate(LEVELS) for op in ops}
 COMPARISONS = {"==": ast.Eq, "!=": ast.NotEq, "<": ast.Lt, "<=": ast.LtE, ">": ast.Gt, ">=": ast.GtE}
 ARITHMETIC = {"+": ast.Add, "-": ast.Sub, "*": ast.Mult}
 OF_BITS = {"&": ast.BitAnd, "|": ast.BitOr, "^": ast.BitXor, "<<": ast.LShift, ">>": ast.RShift}
