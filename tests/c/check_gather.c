@@ -75,6 +75,20 @@ static void check_copies(const fa_problem *p, const fa_view *pool, const fa_view
     }
 }
 
+/* Copies the pages of a problem. Returns false if no tile of Hopper's forward has boxes for so many columns of packed
+ * queries. *run must keep its address. */
+static bool gather(cuda_run *run, const fa_problem *p, fa_problem *gathered, bool at_end) {
+    fa_error err = {""};
+    gpu = (fa_gpu){.capability = 90, .num_sms = 4};
+    gpu_kernels = "any,fwd_sm90";
+    cuda_run_make(run, p, at_end);
+    if (run->plan.gpu.family != FA_FWD_SM90) return false;
+    assert_true(run->plan.gpu.gathers);
+    memset(run->call.workspace, 0xff, run->plan.workspace_bytes);
+    if (fa_cuda_gather(&run->call, gathered, &err)) fail_msg("%s", err.text);
+    return true;
+}
+
 static int num_checked;
 
 static void check_case(bool at_end) {
@@ -120,19 +134,12 @@ static void check_case(bool at_end) {
     }
     assert_true(fa_gathers(&p));
     cuda_run run;
-    fa_error err = {""};
     fa_problem gathered;
-    gpu = (fa_gpu){.capability = 90, .num_sms = 4};
-    gpu_kernels = "any,fwd_sm90";
-    cuda_run_make(&run, &p, at_end);
-    if (run.plan.gpu.family != FA_FWD_SM90) { /* no tile has boxes for so many columns of packed queries */
+    if (!gather(&run, &p, &gathered, at_end)) {
         guarded_free_all();
         return;
     }
-    assert_true(run.plan.gpu.gathers);
     num_checked++;
-    memset(run.call.workspace, 0xff, run.plan.workspace_bytes);
-    if (fa_cuda_gather(&run.call, &gathered, &err)) fail_msg("%s", err.text);
     const int64_t num = p.block_table_cols * p.page_size;
     assert_true(!gathered.paged && gathered.len_kv == num && !gathered.cache_batch_idx && !gathered.cu_seqlens_k);
     for (int64_t i = 0; i < p.b; i++) assert_int_equal(gathered.seqused_k[i], sequence_of(&p, i).len_kv);
@@ -149,14 +156,16 @@ static void test_gather(void **none) {
     assert_true(num_checked > 100);
 }
 
-/* Two heads lie more than 2^31 pieces of 16 bytes apart. Memory that nobody touches costs nothing. */
+/* Two heads lie more than 2^31 pieces of 16 bytes apart. Only their own pages can be touched. */
 static void test_far_heads(void **none) {
     (void)none;
     enum { KEYS = 3, COLUMNS = 8 };
     const int64_t stride_h = ((int64_t)1 << 34) + 64;
-    const size_t bytes = 2 * (size_t)stride_h + 4096;
-    uint16_t *pool = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (pool == MAP_FAILED) return; /* the machine does not lend so many addresses */
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), far = 2 * (size_t)stride_h / page * page, bytes = far + page;
+    uint16_t *pool = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    assert_true(pool != MAP_FAILED);
+    assert_int_equal(mprotect(pool, page, PROT_READ | PROT_WRITE), 0);
+    assert_int_equal(mprotect((char *)pool + far, page, PROT_READ | PROT_WRITE), 0);
     static int32_t used[1] = {KEYS}, table[1];
     const fa_view view = {pool, KEYS * COLUMNS, COLUMNS, stride_h};
     fa_problem p = {.device = FA_CUDA,
@@ -186,13 +195,8 @@ static void test_far_heads(void **none) {
     for (int64_t head = 0; head < 2; head++)
         for (int i = 0; i < KEYS * COLUMNS; i++) pool[head * stride_h + i] = (uint16_t)(100 * head + i);
     cuda_run run;
-    fa_error err = {""};
     fa_problem gathered;
-    gpu = (fa_gpu){.capability = 90, .num_sms = 4};
-    gpu_kernels = "fwd_sm90";
-    cuda_run_make(&run, &p, true);
-    assert_true(run.plan.gpu.gathers);
-    if (fa_cuda_gather(&run.call, &gathered, &err)) fail_msg("%s", err.text);
+    assert_true(gather(&run, &p, &gathered, true));
     check_copies(&p, &p.k, &gathered.k, COLUMNS, KEYS);
     check_copies(&p, &p.v, &gathered.v, COLUMNS, KEYS);
     guarded_free_all();
