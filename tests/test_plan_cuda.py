@@ -300,12 +300,12 @@ def test_order_of_the_forward(plan, numbers, group_heads, is_dynamic, ctas):
         (
             {"pages": 8, "page": 12, "splits": 1},
             "attn_fwd_any_bf16_d128_q128kv64",
-            "it wants pages of a multiple of 8 keys, or room for copies",
+            "it wants pages of a multiple of 8 keys; others are copied",
         ),
         (
             {"pages": 8, "page": 2**20 + 1},  # two sequences of two pages each
             "attn_fwd_any_bf16_d128_q128kv64",
-            "it wants pages of a multiple of 8 keys, or room for copies",
+            "it wants pages of a multiple of 8 keys; others are copied",
         ),
         ({"pages": 8, "leftpad": 1}, "attn_fwd_any_bf16_d128_q128kv64", "no left padding beside a block table"),
         ({"packed_k": 1, "used": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3", "no lengths beside dense queries"),

@@ -2,9 +2,10 @@
  *
  *   k, v [pages, page_size, h_kv, d]  ->  k, v [b, rows, h_kv, d]      lengths [b]: keys of each sequence
  *
- * New keys lie in their pages already, and count. A few rows behind the last key become zero, because tiles of keys
- * end behind it. A warp copies the heads of one key at a time, 16 bytes a lane. Memory binds: each key is read once and
- * written once. All dtypes have 2 bytes.
+ * New keys lie in their pages already, and count. Key tiles end behind the last key, so some rows there become zero.
+ * A warp copies all heads of one key at a time, 16 bytes a lane. The dtype has 2 bytes.
+ *
+ * Which limit binds: memory. Each key is read once and written once.
  *
  * Specification: fa_key_offset of ../sequence.h. */
 #define OF_3 1 /* new keys may be packed */
@@ -15,8 +16,8 @@
 #define KERNEL gather
 #endif
 
-constexpr int AT_ONCE = 8; /* pieces of a lane that are on their way at once */
-constexpr int PIECE = 8;   /* elements */
+constexpr int PIECE = 8;   /* elements of 16 bytes */
+constexpr int AT_ONCE = 8; /* A lane has so many pieces on their way. */
 
 /* One row of k or v: `columns` elements of each head. */
 struct row_of_heads {

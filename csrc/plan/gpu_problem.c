@@ -345,7 +345,8 @@ const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
     NEEDS(!(p->paged && p->leftpad_k), "it takes no left padding beside a block table");
     NEEDS(p->paged || !p->cu_seqlens_k || !fa_reads_cache(p),
           "of packed keys it takes no left padding, and no lengths beside dense queries");
-    NEEDS(fa_has_boxes(p), "it wants pages of a multiple of 8 keys, or room for copies of up to 1 GiB");
+    NEEDS(fa_has_boxes(p),
+          "it wants pages of a multiple of 8 keys; others are copied, up to 1 GiB and without num_splits");
     NEEDS(pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
               p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,
           "it counts keys of a KV cache up to 2^30");
