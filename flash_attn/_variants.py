@@ -11,8 +11,9 @@ def number_of(arch):
 
 
 def _is_common(name, own, number, generation):
-    """Is the kernel common? On Hopper its own kernels without options are. Over caches those of causal prompts are, and
-    the kernel that combines parts of keys. Elsewhere the generic kernels are, and those before Hopper without options.
+    """Is the kernel common? On Hopper its own kernels without options are. Over caches those of causal prompts are, but
+    not those that load single keys, and the kernel that combines parts of keys. Elsewhere the generic kernels are, and
+    those before Hopper without options.
     Left out is what only the other package calls: flash_attn (generation 2) or flash_attn_3."""
     if number == 90 and re.fullmatch("combine_(bf16|fp16)", name):
         return True
@@ -25,6 +26,8 @@ def _is_common(name, own, number, generation):
     if (own or "_sm80_" in name) and re.search(r"_(local|score|alibi|dropout)", name):
         return False
     if "_cache" in name and ("_causal" not in name or (generation == 2 and re.search(r"_d\d+v", name))):
+        return False
+    if "_single" in name:
         return False
     # A wheel of flash_attn_3 has no room for tiles of rarer head dimensions.
     rare = r"^attn_(fwd|bwd)_sm90_\w+_d(32|48|112|160)_|^attn_\w+_sm80_\w+_d(32|48|80|112|160)_"

@@ -88,7 +88,7 @@ def beside_one_part(q, k, v, num_splits, **options):
 @pytest.mark.parametrize("d", (64, 96, 128, 256))
 @pytest.mark.parametrize("num_splits", (2, 5))
 @pytest.mark.parametrize("len_q", (48, 300))
-@pytest.mark.parametrize("page", (0, 16))
+@pytest.mark.parametrize("page", (0, 1, 16))
 def test_parts_agree_with_one(d, num_splits, len_q, page):
     """Options of all kinds. One sequence has no key, one has fewer keys than queries and fewer key tiles than parts.
     With a causal mask the first rows of a tile see nothing of the last part, with a window the last rows nothing of
@@ -228,7 +228,7 @@ def test_packed_prompts_over_pages(page, d, dtype, causal):
     call = (q.cuda(), *(x.cuda() for x in pool), cu_q.cuda(), cu_k.cuda(), max(len_q), max(len_kv))
     options = {"causal": causal, "block_table": table.cuda()}
     plan = explain(flash_attn_varlen_func, *call, **options)
-    assert plan.kernel.startswith("attn_fwd_sm90_") and plan.gathers == (page % 8 != 0)
+    assert plan.kernel.startswith("attn_fwd_sm90_") and plan.kernel.endswith("_single") == (page % 8 != 0)
     out, lse, _ = flash_attn_varlen_func(*call, return_attn_probs=True, **options)
     for n, (rows, keys) in enumerate(zip(len_q, len_kv)):
         at = slice(int(cu_q[n]), int(cu_q[n + 1]))
@@ -272,6 +272,35 @@ def test_pages_agree_with_packed_keys(d, page):
                 rows[lengths[n] % size :] = math.nan
     spoilt = flash_attn_with_kvcache(q, *pool, cache_seqlens=seqlens, causal=True, **options)
     torch.testing.assert_close(spoilt, got, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("page", (1, 2, 12, 100))
+@pytest.mark.parametrize("d", (40, 64, 80, 96, 128, 160, 192, 256))
+def test_copies_of_pages_agree_with_single_keys(d, page):
+    """Many queries read copies of the pages, and num_splits = 1 loads the keys one by one. Rows behind the keys and
+    pages that no table names hold NaN."""
+    torch.manual_seed(0)
+    lengths = (3000, 0, 1025, 2176)
+    pool, table = pages_of(lengths, page, 2, d)
+    k, v = (torch.full_like(x, math.nan).cuda() for x in pool)
+    for row, length in zip(table, lengths):
+        for to, x in ((k, pool[0]), (v, pool[1])):
+            pages = row[: -(-length // page)].long()
+            part = x[pages].flatten(0, 1)
+            part[length:] = math.nan
+            to[pages.cuda()] = part.unflatten(0, (-1, page)).cuda()
+    q = torch.randn(4, 2048, 8, d, device="cuda", dtype=torch.bfloat16)
+    used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    options = {"cache_seqlens": used, "block_table": table.cuda(), "causal": True, "return_softmax_lse": True}
+    for num_splits, gathers in ((0, True), (1, False)):
+        plan = explain(flash_attn_with_kvcache, q, k, v, num_splits=num_splits, **options)
+        assert plan.kernel.startswith("attn_fwd_sm90_") and plan.gathers == gathers
+        assert plan.kernel.endswith("_single") != gathers
+    (want, want_lse), (out, lse) = (flash_attn_with_kvcache(q, k, v, num_splits=n, **options) for n in (0, 1))
+    torch.testing.assert_close(out, want, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=1e-4)
+    again, _ = flash_attn_with_kvcache(q, k, v, num_splits=1, **options)
+    assert torch.equal(again, out) and not out.isnan().any()
 
 
 @pytest.mark.parametrize("page", (0, 1, 16, 256))
@@ -351,7 +380,7 @@ def test_packed_keys_are_no_cache():
         check("out", out[rows].cpu(), ref, plain, scale=max(largest(ref), size_of_values(v)))
 
 
-@pytest.mark.parametrize("page", (0, 16))
+@pytest.mark.parametrize("page", (0, 1, 16))
 def test_a_cache_or_a_table_without_rows(page):
     """cache_batch_idx names rows that are not there. No row sees a key."""
     shape = (5, page, 2, 64) if page else (0, 64, 2, 64)
@@ -377,13 +406,16 @@ torch.manual_seed(0)
 for d, num_splits in ((128, 1), (256, 1), (128, 3)):
     q = torch.randn(4, 1000, 8, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(4, 640, 2, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    single = [x.view(4 * 640, 1, 2, d) for x in (k, v)]
+    table = torch.arange(4 * 640, dtype=torch.int32, device="cuda").view(4, 640)
     for lengths in ((0, 0, 0, 0), (64, 3, 0, 64), (640, 0, 64, 1)):
         used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, num_splits=num_splits)
-        for n, length in enumerate(lengths):
-            keys, values = (x[n, :length].float().repeat_interleave(4, 1) for x in (k, v))
-            probs = torch.softmax(torch.einsum("ihd,jhd->hij", q[n].float(), keys) * d**-0.5, -1)
-            assert (out[n] - torch.einsum("hij,jhd->ihd", probs, values)).abs().max() < 3e-2
+        for cache, options in (((k, v), {}), (single, {"block_table": table})):
+            out = flash_attn_with_kvcache(q, *cache, cache_seqlens=used, num_splits=num_splits, **options)
+            for n, length in enumerate(lengths):
+                keys, values = (x[n, :length].float().repeat_interleave(4, 1) for x in (k, v))
+                probs = torch.softmax(torch.einsum("ihd,jhd->hij", q[n].float(), keys) * d**-0.5, -1)
+                assert (out[n] - torch.einsum("hij,jhd->ihd", probs, values)).abs().max() < 3e-2
 """
 
 

@@ -298,14 +298,14 @@ def test_order_of_the_forward(plan, numbers, group_heads, is_dynamic, ctas):
             "it wants the cache to start at a multiple of 16 bytes",
         ),
         (
-            {"pages": 8, "page": 12, "splits": 1},
+            {"pages": 8, "page": 12, "k_batch": 2**35, "splits": 1},
             "attn_fwd_any_bf16_d128_q128kv64",
-            "it wants pages of a multiple of 8 keys; others are copied",
+            "it wants pages of a multiple of 8 keys, or pages within 64 GiB",
         ),
         (
-            {"pages": 8, "page": 2**20 + 1},  # two sequences of two pages each
+            {"pages": 8, "page": 2**20 + 1, "k_batch": 2**35},  # two sequences of two pages each
             "attn_fwd_any_bf16_d128_q128kv64",
-            "it wants pages of a multiple of 8 keys; others are copied",
+            "it wants pages of a multiple of 8 keys, or pages within 64 GiB",
         ),
         ({"pages": 8, "leftpad": 1}, "attn_fwd_any_bf16_d128_q128kv64", "no left padding beside a block table"),
         ({"packed_k": 1, "used": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3", "no lengths beside dense queries"),
@@ -331,11 +331,24 @@ def test_what_hopper_kernels_do_not_serve(plan, numbers, kernel, words):
 
 
 @pytest.mark.parametrize("page", (1, 7, 12, 2**18 - 1))
-def test_copies_take_the_place_of_pages_that_tma_does_not_load(plan, page):
-    """Two sequences of two pages, two key heads. The copies are k, v and the lengths. A GiB holds the largest."""
-    kernel, _, _, workspace, *_ = plan(pages=8, page=page).split()
+def test_copies_take_the_place_of_pages_that_are_far_apart(plan, page):
+    """Two sequences of two pages, two key heads. The copies are k, v and the lengths. A GiB holds the largest. Offsets
+    of single keys have 32 bits."""
+    kernel, _, _, workspace, *_ = plan(pages=8, page=page, k_batch=2**35).split()
     assert kernel.startswith("attn_fwd_sm90_bf16_d128_") and kernel.endswith("_cache")
     assert int(workspace) == 2 * -(-(2 * 2 * page * 2 * 128 * 2) // 256) * 256 + 256
+
+
+@pytest.mark.parametrize("page", (1, 2, 4, 7, 12, 100))
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_few_queries_read_single_keys_and_many_read_copies(plan, d, page):
+    """With num_splits = 1 the choice must not depend on the batch."""
+    sizes = {"h": 32, "h_kv": 8, "used": 1, "right": 0, "sms": 132, "pages": 2 * 8000 // page, "page": page}
+    sizes |= {"cols": 8000 // page, "k_batch": 8 * d * page, "v_batch": 8 * d * page, "d": d}
+    for len_q, splits, has_copies in ((64, 0, False), (2048, 0, True), (64, 1, False), (2048, 1, False)):
+        kernel, _, _, workspace, *_ = plan(len_q=len_q, splits=splits, **sizes).split()
+        assert kernel.startswith("attn_fwd_sm90_") and kernel.endswith("_cache" if has_copies else "_cache_single")
+        assert (int(workspace) > 2 * 2 * 7900 * 8 * d * 2) == has_copies
 
 
 @pytest.mark.parametrize("page", (12, 16))
@@ -509,7 +522,7 @@ def test_kernels_are_named_in_full(plan, backward):
     names = {name for name, *_ in flash_attn_2_cuda.cuda_kernels()}
     options = [{}, {"right": 0}, {"left": 5}], [{}, {"packed": 1}], [{}, {"softcap": 1}], [{}, {"dropout": 0.1}]
     if not backward:
-        options += ([{}, {"pages": 8}],)
+        options += ([{}, {"pages": 8}, {"pages": 8, "page": 12, "splits": 1}],)
     found = set()
     for d in (64, 96, 128, 192, 256):
         for chosen in product(*options):

@@ -3,6 +3,7 @@
 #ifndef FA_ATTN_DECODE_PARAMS_H
 #define FA_ATTN_DECODE_PARAMS_H
 
+#include "division.h"
 #include "sinks_params.h"
 
 #define FA_DECODE_MAX_CTAS      288  /* CTAs of one launch */
@@ -33,12 +34,6 @@
     ((FA_DECODE_MAX(2 * (slots) * FA_DECODE_WARP_KEYS(d, warps_q) * (d), 16 * (4 * (d) + 40)) * (warps_q) * (teams) + \
       32 * (warps_q) * (d) + FA_DECODE_PAGES_AHEAD(d) * 4 * 16 * FA_DECODE_PAGE_STEPS * (warps_q) * (teams) + 512) /  \
      128 * 128)
-
-/* An fa_division divides numbers below 2^31 by a number that the host knows. The quotient is x magic >> shift, in 64
- * bits. */
-typedef struct {
-    unsigned magic, shift;
-} fa_division;
 
 /* An fa_decode_cache is a view of keys or values. Strides count pieces of 16 bytes, modulo 2^32. */
 typedef struct {

@@ -4,6 +4,7 @@
 #ifndef FA_ATTN_DECODE_SCHEDULE_CUH
 #define FA_ATTN_DECODE_SCHEDULE_CUH
 
+#include "division.cuh"
 #include "walk.cuh"
 
 /* ---- sequences and their tiles --------------------------------------------------------------------------------- */
@@ -14,8 +15,6 @@ __device__ __noinline__ int times_over(int x, int y, int add, int z) {
     const u64 product = (u64)x * y + (long long)add;
     return product >> 32 ? (int)(product / (u32)z) : (int)((u32)product / (u32)z);
 }
-DEVICE int divide(int x, fa_division by) { return (int)((u64)(u32)x * by.magic >> by.shift); }
-
 /* All members lie within the tensors, whatever the index arrays hold. */
 struct sequence {
     int q_row, len_q;   /* the queries: first row (packed), number of rows */

@@ -105,8 +105,13 @@ struct consumer_base {
 
     DEVICE void wait_q() { mbarrier_wait(&smem.q_full[q_ring.stage], q_ring.parity); }
     DEVICE bool q_has_come() { return mbarrier_test(&smem.q_full[q_ring.stage], q_ring.parity); }
-    DEVICE void wait_k() { mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity); }
-    DEVICE void wait_v() { mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity); }
+    DEVICE void wait_k() { wait_keys(smem.k_full[k_ring.stage], k_ring.parity); }
+    DEVICE void wait_v() { wait_keys(smem.v_full[v_ring.stage], v_ring.parity); }
+    /* wgmma reads what threads have copied only behind the fence. */
+    DEVICE void wait_keys(u64 &full, u32 parity) {
+        mbarrier_wait(&full, parity);
+        if (SINGLE_KEYS) fence_proxy_async();
+    }
     DEVICE void release_k() {
         if (arrives) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
         k_ring.next();

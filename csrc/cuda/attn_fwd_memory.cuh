@@ -14,10 +14,20 @@ template <int LOAD_STAGES> struct loaded_values<1, LOAD_STAGES> {
     int is_end[LOAD_STAGES];                           /* Instead of V, this stage brings the end of the launch. */
 };
 
+/* Where the keys of a key tile lie: of K for two warps that copy single keys, and of V. */
+template <bool HAS_PLACES> struct places_of_keys {
+    static constexpr u32 *places[2] = {nullptr, nullptr};
+};
+template <> struct places_of_keys<true> {
+    alignas(16) u32 places[2][BLOCK_KV];
+};
+
 /* TMA writes operands and wgmma reads them in the same layout. A matrix consists of chunks of CHUNK columns, whose
  * rows have ROW_BYTES. The 16-byte vectors of a row are swizzled by the row's number. Each chunk starts at a
  * multiple of 1024 bytes, the swizzle's period. */
-struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>, stage_entries<LISTED_STAGES> {
+struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>,
+                       stage_entries<LISTED_STAGES>,
+                       places_of_keys<SINGLE_KEYS> {
     alignas(1024) element q[Q_STAGES][BLOCK_Q * STORED_QK];
     alignas(1024) element k[STAGES][BLOCK_KV * STORED_QK];
     alignas(1024) element v[V_STAGES][BLOCK_KV * STORED_V];
@@ -38,7 +48,7 @@ struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>, stage_entri
         int tile_idx, strip; /* the work tile's number in the launch; the row strip in the tile */
     } failed[4 * WGS][FAILED];
     int num_failed[4 * WGS], num_seen[4 * WGS];
-    /* With a cache: the producer gives each work tile to the warp that loads V, which arrives at `read`. */
+    /* With a cache: the producer gives each work tile to the other warps that load, which arrive at `read`. */
     u64 given[CACHE ? Q_STAGES : 1], read[CACHE ? Q_STAGES : 1];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 KiB for one CTA, 113 for each of two");
@@ -48,13 +58,14 @@ static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 
 DEVICE void init_barriers(shared_memory &smem) {
     const u32 consumers = of_warps(4 * WGS);
     for (int i = 0; i < Q_STAGES; i++) mbarrier_init(&smem.q_full[i], 1), mbarrier_init(&smem.q_empty[i], consumers);
-    for (int i = 0; i < STAGES; i++) mbarrier_init(&smem.k_full[i], 1), mbarrier_init(&smem.k_empty[i], consumers);
+    for (int i = 0; i < STAGES; i++)
+        mbarrier_init(&smem.k_full[i], K_ARRIVALS), mbarrier_init(&smem.k_empty[i], consumers);
     for (int i = 0; i < V_STAGES; i++)
         mbarrier_init(&smem.v_full[i], V_ARRIVALS), mbarrier_init(&smem.v_empty[i], consumers);
     mbarrier_init(&smem.all_done, consumers);
     mbarrier_init(&smem.tile_wanted, 1), mbarrier_init(&smem.tile_found, 1);
     for (int i = 0; CACHE && i < Q_STAGES; i++)
-        mbarrier_init(&smem.given[i], 1), mbarrier_init(&smem.read[i], of_warps(1));
+        mbarrier_init(&smem.given[i], 1), mbarrier_init(&smem.read[i], of_warps(SINGLE_KEYS ? 2 : 1));
 }
 
 /* One thread. No row strip has failed, and no set of packed sequences is known. */

@@ -3,6 +3,7 @@
 #ifndef FA_ATTN_FWD_PARAMS_H
 #define FA_ATTN_FWD_PARAMS_H
 
+#include "division.h"
 #include "sinks_params.h"
 #include "tensor_map.h"
 
@@ -20,6 +21,14 @@ typedef struct {
     const float *data;
     long long stride_b, stride_h;
 } fa_attn_fwd_factors;
+
+/* Rows of a cache that are loaded without a map. Strides count pieces of 16 bytes. */
+typedef struct {
+    const void *data;
+    long long stride_h;
+    unsigned stride_page, stride_row; /* Offsets in a head fit 32 bits. */
+    int columns;
+} fa_attn_fwd_rows;
 
 /* A KV cache. Its maps have pages in place of sequences. A cache without pages has a page of `capacity` keys for each
  * of its rows, and no block table. */
@@ -42,6 +51,9 @@ typedef struct {
      * as floats: d_v of each row of lse, in their order. */
     int num_parts, part_rows;
     float *part_o;
+    /* With SINGLE_KEYS, in place of the maps of K and V: */
+    fa_attn_fwd_rows k, v;
+    fa_division by_page_size;
 } fa_attn_fwd_cache;
 
 /* row / rows is row * FA_ROWS_INVERSE(rows) / 2^16, for rows of a work tile. */

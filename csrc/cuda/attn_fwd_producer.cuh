@@ -1,9 +1,10 @@
 /* The warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. The producer warp's first
- * thread loads Q, K and V by TMA. With a KV cache all its lanes load Q and K, and another warp loads V. */
+ * thread loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. */
 #ifndef FA_ATTN_FWD_PRODUCER_CUH
 #define FA_ATTN_FWD_PRODUCER_CUH
 
 #include "attn_fwd_repeats.cuh"
+#include "attn_fwd_single_keys.cuh"
 
 /* ---- the scheduler --------------------------------------------------------------------------------------------- */
 
@@ -77,6 +78,45 @@ DEVICE void load_boxes(const params &p, element *dst, const fa_tensor_map *map, 
                                   keys.box.page, L2_EVICT_LAST);
 }
 
+/* What a warp loads of each key tile of a cache. The places of the next one are looked up one step ahead, because page
+ * numbers come from memory. Single keys take three warps, and two of them load K. Whole warp. */
+enum cache_share { OF_K, REST_OF_K, OF_V };
+template <cache_share SHARE> struct cache_loader {
+    static constexpr bool IS_V = SHARE == OF_V;
+    static constexpr int CHUNKS = IS_V ? CHUNKS_V : CHUNKS_QK;
+
+    DEVICE static element *stage_of(shared_memory &smem, int stage) { return IS_V ? smem.v[stage] : smem.k[stage]; }
+    DEVICE static u64 *full_of(shared_memory &smem, int stage) {
+        return IS_V ? &smem.v_full[stage] : &smem.k_full[stage];
+    }
+    DEVICE static u64 *empty_of(shared_memory &smem, int stage) {
+        return IS_V ? &smem.v_empty[stage] : &smem.k_empty[stage];
+    }
+#if SINGLE_KEYS
+    static constexpr int BEGIN = SHARE == REST_OF_K ? COPIES_OF_PRODUCER : 0;
+    static constexpr int END = SHARE == OF_K ? COPIES_OF_PRODUCER : COPIES;
+    single_keys<BEGIN, END, CHUNKS, IS_V ? D_V : D_QK> keys;
+
+    DEVICE static const fa_attn_fwd_rows &rows_of(const params &p) { return IS_V ? p.cache.v : p.cache.k; }
+    template <class tile> DEVICE void begin(const params &p, const tile &t, int key_tile) {
+        keys.begin(p, rows_of(p), t, key_tile);
+    }
+    DEVICE void load(const params &p, shared_memory &smem, int stage, int next) {
+        keys.load(p, rows_of(p), smem.places[IS_V], stage_of(smem, stage), full_of(smem, stage), next);
+    }
+#else
+    cached_keys keys;
+
+    template <class tile> DEVICE void begin(const params &p, const tile &t, int key_tile) {
+        keys.begin(p, t, key_tile);
+    }
+    DEVICE void load(const params &p, shared_memory &smem, int stage, int next) {
+        load_boxes<CHUNKS>(p, stage_of(smem, stage), IS_V ? &p.v : &p.k, full_of(smem, stage), keys);
+        keys.find_box(p, next);
+    }
+#endif
+};
+
 /* Where V is loaded to. NOTE: a template looks only at the members that its kernel has. */
 struct v_stage {
     element *dst;
@@ -108,7 +148,7 @@ struct producer {
      * 16k). */
     loaded_walk walk{smem.entry_ring};
     int kv_origin = 0, kv_head = 0, kv_batch = 0;
-    cached_keys cached; /* with a cache: where the next K lies */
+    cache_loader<OF_K> cached; /* with a cache */
 
     DEVICE bool is_leader() const { return !CACHE || threadIdx.x % 32 == 0; }
 
@@ -118,8 +158,7 @@ struct producer {
         smem.entries[k.stage] = walk.entry;
 #endif
         if (CACHE) {
-            load_boxes<CHUNKS_QK>(p, smem.k[k.stage], &p.k, &smem.k_full[k.stage], cached);
-            cached.find_box(p, walk.key_tile() - 1);
+            cached.load(p, smem, k.stage, walk.key_tile() - 1);
         } else {
             load<BLOCK_KV, CHUNKS_QK>(smem.k[k.stage], &p.k, &smem.k_full[k.stage],
                                       kv_origin + walk.key_tile() * BLOCK_KV, kv_head, kv_batch, L2_EVICT_LAST);
@@ -187,31 +226,31 @@ struct producer {
     }
 };
 
-/* With a cache: loads V. The producer gives each work tile to it, so V does not wait for Q. Whole warp. */
-struct value_producer {
+/* With a cache: loads its share. The producer gives each work tile to it, so V does not wait for Q. Whole warp. */
+template <cache_share SHARE> struct second_producer {
+    typedef cache_loader<SHARE> loader;
     const params &p;
     shared_memory &smem;
 
     DEVICE void run() {
         ring<Q_STAGES> places; /* of work tiles that are given */
-        ring<V_STAGES> v;
+        ring<loader::IS_V ? V_STAGES : STAGES> stages;
         ring<TILE_SLOTS> slots;
         loaded_walk walk{smem.entry_ring};
-        cached_keys keys;
+        loader cached;
         for (;; places.next(), slots.next()) {
             mbarrier_wait(&smem.given[places.stage], places.parity);
             const tile &t = smem.tiles[slots.stage];
             if (t.command == END) break;
             walk.begin(t);
-            keys.begin(p, t, walk.key_tile());
+            cached.begin(p, t, walk.key_tile());
             __syncwarp(); /* All lanes have waited and read. */
             if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&smem.read[places.stage]);
 #pragma unroll 1
             for (; walk.has_next(); walk.take()) {
-                mbarrier_wait(&smem.v_empty[v.stage], v.parity ^ 1);
-                load_boxes<CHUNKS_V>(p, smem.v[v.stage], &p.v, &smem.v_full[v.stage], keys);
-                keys.find_box(p, walk.key_tile() - 1);
-                v.next();
+                mbarrier_wait(loader::empty_of(smem, stages.stage), stages.parity ^ 1);
+                cached.load(p, smem, stages.stage, walk.key_tile() - 1);
+                stages.next();
             }
         }
     }

@@ -6,6 +6,9 @@
 #include "attn_fwd_params.h"
 #include "element.cuh"
 
+#ifndef SINGLE_KEYS
+#define SINGLE_KEYS 0 /* of a kernel that loads K and V by TMA */
+#endif
 #ifndef FLEX
 #define FLEX 0 /* of a kernel that does not know a user's functions */
 #endif
@@ -44,6 +47,8 @@ constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1;
 /* Q has one place. The place of the first K is free before it, so K is loaded first. */
 constexpr bool K_FIRST = Q_STAGES == 1;
+/* Arrivals at the mbarrier of a stage of K. Each lane of the two warps that copy single keys arrives. */
+constexpr u32 K_ARRIVALS = SINGLE_KEYS ? 2 * 32 : 1;
 /* Consumers may be two work tiles behind the scheduler, so two more slots are needed. */
 constexpr int TILE_SLOTS = Q_STAGES + 2;
 /* Each consumer warp notes this many failed work tiles until the scheduler reads them. Fewer tiles are on their way. */

@@ -52,8 +52,8 @@
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL window, VARLEN packed sequences, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
 #endif
-#if !defined(CACHE)
-#error "variant: CACHE, keys in a KV cache: 0 or 1"
+#if !defined(CACHE) || !defined(SINGLE_KEYS)
+#error "variant: CACHE, keys in a KV cache: 0 or 1; SINGLE_KEYS, loaded one by one: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_fwd_sm90
@@ -63,13 +63,17 @@
 
 #include "attn_fwd_schedule.cuh"
 
-constexpr int PRODUCER_REGS = WGS >= 3 ? 32 : 40;
-constexpr int CONSUMER_REGS = WGS == 4 ? 112 : WGS == 3 ? 160 : CTAS == 2 ? 216 : 232;
+constexpr int PRODUCER_REGS = SINGLE_KEYS ? 56 : WGS >= 3 ? 32 : 40;
+constexpr int CONSUMER_REGS = SINGLE_KEYS ? (CTAS == 2 ? 200 : 224)
+                              : WGS == 4  ? 112
+                              : WGS == 3  ? 160
+                              : CTAS == 2 ? 216
+                                          : 232;
 /* O leaves from the place of its work tile's Q. V has the room that a place for O would need. O leaves when the next
  * work tile has begun, so the next Q needs a place of its own. */
 constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && Q_STAGES > 1 && !LONGEST_FIRST && BLOCK_KV > 64;
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
-constexpr u32 V_ARRIVALS = 1;
+constexpr u32 V_ARRIVALS = SINGLE_KEYS ? 32 : 1;
 /* The distance between chunks of columns of V. */
 constexpr int V_LEADING_BYTES = BLOCK_KV * ROW_BYTES;
 constexpr bool WAITS_FOR_STORES = O_BY_TMA;
@@ -401,7 +405,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
     const int warp = uniform(threadIdx.x / 32), wg = warp / 4;
 
     if (threadIdx.x == 0) {
-        prefetch_tensormap(&p.q), prefetch_tensormap(&p.k), prefetch_tensormap(&p.v);
+        prefetch_tensormap(&p.q);
+        if (!SINGLE_KEYS) prefetch_tensormap(&p.k), prefetch_tensormap(&p.v);
         if (O_BY_TMA) prefetch_tensormap(&p.o);
         init_barriers(smem);
         init_notes(smem);
@@ -415,7 +420,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
         setmaxnreg_dec<PRODUCER_REGS>();
         if (CACHE ? warp == 0 : threadIdx.x == 0) producer{p, smem}.run();
         if (warp == 1) schedule_tiles(p, smem);
-        if (CACHE && warp == 2) value_producer{p, smem}.run();
+        if (CACHE && warp == 2) second_producer<OF_V>{p, smem}.run();
+        if (SINGLE_KEYS && warp == 3) second_producer<REST_OF_K>{p, smem}.run();
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();
         float O[O_REGS];

@@ -111,6 +111,12 @@ DEVICE void cp_async_bulk_send(void *dst, const void *src, u32 bytes, u64 *barri
                  : "memory");
 }
 
+/* Any thread: arrives when all its copies by cp.async have come. The count of the mbarrier includes such arrivals.
+ * [cp.async.mbarrier.arrive] */
+DEVICE void cp_async_mbarrier_arrive(u64 *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
 /* Every thread that has written shared memory that TMA or wgmma will read. A barrier follows. [fence.proxy.async] */
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -237,6 +243,7 @@ template <int N> DEVICE void pin(u32 (&a)[N]) {
 
 /* Any thread, without an instruction: x is computed here and not later. */
 DEVICE void pin(int &x) { asm volatile("" : "+r"(x)); }
+DEVICE void pin(const char *&x) { asm volatile("" : "+l"(x)); }
 
 /* Whole warpgroup. At most PENDING of the youngest groups still run afterwards. d belongs to a group that has finished.
  * [wgmma.wait_group] */

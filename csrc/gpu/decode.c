@@ -1,6 +1,7 @@
 /* Launches attention over a KV cache: cuda/attn_decode.cu. If possible, the same kernel appends and rotates. */
 #include "append.h"
 #include "cuda/attn_decode_params.h"
+#include "division.h"
 #include "launch.h"
 #include "launchers.h"
 #include "plan/gpu_decode.h"
@@ -9,12 +10,6 @@
 #include "slots.h"
 
 #include <limits.h>
-
-static fa_division division_by(unsigned d) {
-    unsigned bits = 0;
-    while ((uint64_t)1 << bits < d) bits++;
-    return (fa_division){(unsigned)((((uint64_t)1 << (31 + bits)) + d - 1) / d), 31 + bits};
-}
 
 static fa_decode_cache cache_of(const fa_view *t) {
     return (fa_decode_cache){t->data, (unsigned)(t->stride_b / 8), (unsigned)(t->stride_row / 8),
@@ -106,10 +101,10 @@ static fa_status launch(const fa_cuda_call *call, const fa_decode_launch *planne
     const fa_gpu_decode_columns *tile = fa_gpu_decode_row(variant.family, variant.row);
     a->lanes = planned->lanes, a->groups = planned->groups;
     a->head_blocks = a->h_kv / a->lanes;
-    a->by_groups = division_by((unsigned)a->groups);
-    a->by_head_blocks = division_by((unsigned)a->head_blocks);
-    a->by_heads_per_kv = division_by((unsigned)a->heads_per_kv);
-    a->by_page_size = division_by(a->block_table ? (unsigned)a->page_size : 1);
+    a->by_groups = fa_division_by((unsigned)a->groups);
+    a->by_head_blocks = fa_division_by((unsigned)a->head_blocks);
+    a->by_heads_per_kv = fa_division_by((unsigned)a->heads_per_kv);
+    a->by_page_size = fa_division_by(a->block_table ? (unsigned)a->page_size : 1);
     while (1 << a->cluster_bits < cluster) a->cluster_bits++;
     const fa_launch shape = {
         .grid_x = (unsigned)(cluster > 0 ? cluster : a->lanes),

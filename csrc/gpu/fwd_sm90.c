@@ -1,6 +1,7 @@
 /* Launches the forward on Hopper: fills the parameters of attn_fwd_sm90 or attn_fwd_fp8_sm90, and launches the
  * kernel. */
 #include "append.h"
+#include "division.h"
 #include "gather.h"
 #include "launch.h"
 #include "launchers.h"
@@ -60,6 +61,11 @@ static void fill_scalars(const fa_cuda_call *call, fa_attn_fwd_params *a) {
     a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
 }
 
+static fa_attn_fwd_rows rows_of(const fa_view *t, int64_t columns) {
+    return (fa_attn_fwd_rows){t->data, t->stride_h / 8, (unsigned)(t->stride_b / 8), (unsigned)(t->stride_row / 8),
+                              (int)columns};
+}
+
 /* A cache that has no row or no page has no key to read. */
 static fa_attn_fwd_cache cache_of(const fa_problem *p, const fa_plan *plan, int box) {
     const int tile_heads = tile_heads_of(plan);
@@ -83,6 +89,9 @@ static fa_attn_fwd_cache cache_of(const fa_problem *p, const fa_plan *plan, int 
         .h_in_tiles = (int)p->h / tile_heads,
         .rows_inverse = FA_ROWS_INVERSE(plan->block_q / tile_heads),
         .num_parts = plan->num_splits,
+        .k = rows_of(&p->k, p->d),
+        .v = rows_of(&p->v, p->d_v),
+        .by_page_size = fa_division_by(pages.size > 0 ? (unsigned)pages.size : 1),
     };
 }
 
@@ -124,8 +133,9 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
     fa_box box_v = box_k;
     box_v.d = box_o.d = p->d_v, box_o.rows = 16, box_o.columns = tile.columns_o;
     fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a->q, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a->k, err);
-    if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a->v, err);
+    const bool has_boxes = !(features & FA_SINGLE_KEYS);
+    if (status == FA_OK && has_boxes) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a->k, err);
+    if (status == FA_OK && has_boxes) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a->v, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a->o, err);
     if (status != FA_OK) return status;
 

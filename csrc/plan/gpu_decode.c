@@ -120,15 +120,6 @@ static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_p
     if (wants_both) plan->gpu.decode_low = launch_of(p, plan, low, machine);
 }
 
-/* The first row of attn_fwd_sm90 that has room for the columns of a cache. */
-static const fa_fwd_sm90_columns *forward_row_of(const fa_problem *p) {
-    for (int row = 0; row < fa_families[FA_FWD_SM90].num_rows; row++) {
-        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
-        if (t->d >= p->d && t->d_v >= p->d_v && fa_families[FA_FWD_SM90].rows[row].serves & FA_CACHE) return t;
-    }
-    return NULL;
-}
-
 /* Would attn_fwd_sm90 compute the queries of a cache faster? This kernel divides its tiles into equal shares. A tile of
  * 64 rows takes as long as `cost` tiles of 128 rows of the other kernel. us_beside is the time of its start and of the
  * merging of parts. Few tiles with many keys have most parts (cuda/measurements/decode.md, Prompts). The other kernel
@@ -137,7 +128,7 @@ static const fa_fwd_sm90_columns *forward_row_of(const fa_problem *p) {
 static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, const fa_plan *plan, double us_before) {
     enum { FEW_ROWS = 16, FEW_QUERIES = 64, US_START = 10, US_MERGE = 10, MANY_KEYS = 2048, FEW_TILES = 16 };
     const double cost = p->d <= 64 ? 2 : p->d <= 128 ? 2.5 : 5;
-    const fa_fwd_sm90_columns *t = forward_row_of(p);
+    const fa_fwd_sm90_columns *t = fa_fwd_sm90_row_of_cache(p);
     const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q, keys = fa_cache_pages_of(p).capacity;
     const bool packed = p->cu_seqlens_q != NULL;
     if (!t || rows <= FEW_ROWS || (packed && p->total_q < FEW_QUERIES * p->b)) return false;
@@ -165,12 +156,14 @@ static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_
     enum { QUERIES = 128, ROWS_OF_A_TILE = 64 };
     const int64_t rows = p->len_q * (p->h / p->h_kv), others = p->h * ceil_div(p->len_q, QUERIES);
     const bool is_allowed = id == FA_DECODE_SM90 && fa_allows_kernel(machine, "attn_fwd_sm90");
-    if (id == FA_DECODE_SM90 && !fa_why_not_cache_of_sm90(p))
-        return is_allowed && is_prompt_of_sm90(p, machine, plan, 0);
-    if (is_allowed && fa_gathers(p)) {
+    const bool reads_pages = id == FA_DECODE_SM90 && !fa_why_not_cache_of_sm90(p);
+    if (is_allowed && fa_gathers(p, machine)) {
         const fa_problem gathered = fa_gathered(p, NULL);
         if (is_prompt_of_sm90(&gathered, machine, plan, fa_us_of_gather(p))) return true;
+    } else if (is_allowed && reads_pages && is_prompt_of_sm90(p, machine, plan, 0)) {
+        return true;
     }
+    if (reads_pages) return false;
     return p->num_splits <= 1 && !p->cu_seqlens_q && rows > plan->block_q &&
            others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
            (p->num_splits == 1 || p->b * others * 4 >= (int64_t)machine->gpu_sms * 3);

@@ -32,6 +32,23 @@ double fa_us_of_a_pair(const fa_fwd_sm90_columns *t) {
     return (products > exponentials ? products : exponentials) * t->cost / 100;
 }
 
+/* Microseconds of an SM for a key and a whole work tile. Copies of single keys may take longer than the products
+ * (cuda/measurements/decode.md, Single keys). */
+static double us_of_a_key(const fa_problem *p, const fa_fwd_sm90_columns *t) {
+    const double pairs = (double)(FA_ROWS_OF_A_WARPGROUP * t->wgs) * fa_us_of_a_pair(t);
+    const double copies = fa_loads_single_keys(p) ? 7.7e-3 + 34e-6 * (double)(p->d + p->d_v) : 0;
+    return pairs > copies ? pairs : copies;
+}
+
+const fa_fwd_sm90_columns *fa_fwd_sm90_row_of_cache(const fa_problem *p) {
+    const unsigned wanted = fa_loads_single_keys(p) ? FA_SINGLE_KEYS : FA_CACHE;
+    for (int row = 0; row < fa_families[FA_FWD_SM90].num_rows; row++) {
+        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
+        if (t->d >= p->d && t->d_v >= p->d_v && fa_families[FA_FWD_SM90].rows[row].serves & wanted) return t;
+    }
+    return NULL;
+}
+
 double fa_us_of_cache(const fa_problem *p) {
     const double rows = (double)(p->b * p->h_kv) * (double)fa_cache_pages_of(p).capacity;
     return rows * (double)(p->d + p->d_v) * (double)fa_dtype_bytes(p->dtype) / BYTES_OF_A_US;
@@ -51,7 +68,7 @@ static cut cut_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t hea
     return (cut){.tiles = p->h / heads * q_tiles,
                  .key_tiles = (fa_cache_pages_of(p).capacity - 1) / t->block_kv + 1,
                  .width = sms > 0 ? sms : 1,
-                 .us_of_key_tile = (double)(block_q * t->block_kv) * fa_us_of_a_pair(t),
+                 .us_of_key_tile = (double)t->block_kv * us_of_a_key(p, t),
                  .us_of_memory = fa_us_of_cache(p),
                  .us_of_parts = US_COMBINE + US_ELEMENT * (double)(p->total_q * p->h) * (double)p->d_v};
 }
@@ -98,7 +115,7 @@ static fa_cache_tiles given_parts(const fa_problem *p, const fa_fwd_sm90_columns
     const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, most = most_parts(p, x.key_tiles);
     const int64_t group = p->h_kv > 0 ? p->h / p->h_kv : 1, rows = round_up(p->len_q, block_q / heads) * group;
     return (fa_cache_tiles){(int)heads, (int)(p->num_splits < most ? p->num_splits : most),
-                            (double)rows * fa_us_of_a_pair(t)};
+                            (double)rows / (double)block_q * us_of_a_key(p, t)};
 }
 
 /* Few queries would leave most rows of a work tile empty. So heads of one key head share it, as few as save time. A row
@@ -180,7 +197,7 @@ void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
 
 /* Returns NULL if a row's tiles serve the call, or the reason why not. */
 static const char *why_not_row(const fa_problem *p, int row, unsigned features) {
-    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_FLEX);
+    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_FLEX);
     const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
     const int box = fa_fwd_sm90_box(t);
     NEEDS(t->d >= p->d && t->d_v >= p->d_v, "its tiles have fewer columns than the heads");
@@ -223,7 +240,8 @@ static int choose_row(const fa_problem *p, unsigned features, int sms, fa_plan *
 static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { WIDEST = 256, MOST_WALKS_BYTES = 256 << 20 };
     const bool reads_cache = fa_reads_cache(p);
-    const unsigned features = fa_cuda_features(p) | (reads_cache ? FA_CACHE : 0u) | (fa_has_mods(p) ? FA_FLEX : 0u);
+    const unsigned of_cache = !reads_cache ? 0u : fa_loads_single_keys(p) ? FA_CACHE | FA_SINGLE_KEYS : FA_CACHE;
+    const unsigned features = fa_cuda_features(p) | of_cache | (fa_has_mods(p) ? FA_FLEX : 0u);
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t batches = packed ? 1 : p->b;
     const char *why =
@@ -273,7 +291,7 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_p
 }
 
 const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    if (!fa_gathers(p)) return plan_fwd(p, machine, plan);
+    if (!fa_gathers(p, machine)) return plan_fwd(p, machine, plan);
     const fa_problem gathered = fa_gathered(p, NULL);
     const char *why = plan_fwd(&gathered, machine, plan);
     if (why) return why;

@@ -2,6 +2,7 @@
 
 #include "gpu_planners.h"
 #include "gpu_problem.h"
+#include "kernel_table.h"
 
 static size_t round_up_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -16,11 +17,11 @@ size_t fa_gather_bytes(const fa_problem *p) {
 }
 
 /* With num_splits = n the choice of a kernel must not depend on the batch, as the bytes do. */
-bool fa_gathers(const fa_problem *p) {
+bool fa_may_gather(const fa_problem *p) {
     enum { MOST_BYTES = 1 << 30, MOST_KEYS = 1 << 30 };
     const fa_cache_pages pages = fa_cache_pages_of(p);
     const int64_t key_bytes = p->h_kv * (p->d + p->d_v) * (int64_t)fa_dtype_bytes(p->dtype);
-    return p->paged && !p->flex && !p->leftpad_k && p->num_splits == 0 && !fa_has_boxes(p) &&
+    return p->paged && !p->flex && !p->leftpad_k && p->num_splits == 0 && fa_loads_single_keys(p) &&
            (p->dtype == FA_F16 || p->dtype == FA_BF16) && p->d % 8 == 0 && p->d_v % 8 == 0 && p->b > 0 && p->h_kv > 0 &&
            pages.num > 0 && pages.num < INT32_MAX && pages.capacity > 0 && pages.capacity < MOST_KEYS &&
            p->len_new < MOST_KEYS && p->total_new < INT32_MAX && p->cache_rows < INT32_MAX &&
@@ -49,4 +50,15 @@ fa_problem fa_gathered(const fa_problem *p, char *copies) {
 double fa_us_of_gather(const fa_problem *p) {
     enum { US_START = 4 };
     return US_START + 2 * fa_us_of_cache(p);
+}
+
+bool fa_gathers(const fa_problem *p, const fa_machine *machine) {
+    if (!fa_may_gather(p)) return false;
+    if (fa_why_not_cache_of_sm90(p)) return true;
+    const fa_problem gathered = fa_gathered(p, NULL);
+    const fa_fwd_sm90_columns *of_pages = fa_fwd_sm90_row_of_cache(p), *of_copies = fa_fwd_sm90_row_of_cache(&gathered);
+    const int sms = machine->gpu_sms;
+    return of_pages && of_copies &&
+           fa_us_of_gather(p) + fa_tiles_of_cache(&gathered, of_copies, sms).us <
+               fa_tiles_of_cache(p, of_pages, sms).us;
 }

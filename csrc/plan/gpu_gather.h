@@ -4,8 +4,10 @@
 
 #include "flash_attn.h"
 
-/* Do copies take the place of the pages, if attn_fwd_sm90 serves the call? */
-bool fa_gathers(const fa_problem *problem);
+/* May copies take the place of the pages, if attn_fwd_sm90 serves the call? Do they, because this takes less time than
+ * loads of single keys? */
+bool fa_may_gather(const fa_problem *problem);
+bool fa_gathers(const fa_problem *problem, const fa_machine *machine);
 
 /* The same problem with the copies in place of the pages. The workspace begins its copies at `copies`: k, v and the
  * lengths. A planner has no workspace yet: NULL. */

@@ -19,6 +19,8 @@ typedef struct {
     double us; /* of an H100; if num_splits is given, of an SM for a key of one key head */
 } fa_cache_tiles;
 fa_cache_tiles fa_tiles_of_cache(const fa_problem *problem, const fa_fwd_sm90_columns *tile, int sms);
+/* The first row of attn_fwd_sm90 that has room for the columns of a cache, and loads its pages. NULL: there is none. */
+const fa_fwd_sm90_columns *fa_fwd_sm90_row_of_cache(const fa_problem *problem);
 double fa_us_of_a_pair(const fa_fwd_sm90_columns *tile); /* of an SM, for a row and a key */
 double fa_us_of_cache(const fa_problem *problem);        /* to read all keys of the cache once */
 

@@ -333,9 +333,18 @@ int fa_cache_box(const fa_problem *p, int block_kv) {
     return (int)box;
 }
 
-bool fa_has_boxes(const fa_problem *p) {
+bool fa_loads_single_keys(const fa_problem *p) {
     enum { SWIZZLED_ROWS = 8 }; /* after which TMA's pattern repeats */
-    return fa_cache_box(p, 32) % SWIZZLED_ROWS == 0;
+    return p->paged && fa_cache_box(p, 32) % SWIZZLED_ROWS != 0;
+}
+
+/* Offsets count pieces of 16 bytes, and the last number stands for no key. */
+static bool offsets_fit_32_bits(const fa_view *t, fa_cache_pages pages) {
+    if (pages.num == 0 || pages.size == 0) return true;
+    if (t->stride_b < 0 || t->stride_row < 0) return false;
+    const double last =
+        (double)(pages.num - 1) * (double)t->stride_b + (double)(pages.size - 1) * (double)t->stride_row;
+    return last / 8 < UINT32_MAX - 1.0;
 }
 
 const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
@@ -345,8 +354,8 @@ const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
     NEEDS(!(p->paged && p->leftpad_k), "it takes no left padding beside a block table");
     NEEDS(p->paged || !p->cu_seqlens_k || !fa_reads_cache(p),
           "of packed keys it takes no left padding, and no lengths beside dense queries");
-    NEEDS(fa_has_boxes(p),
-          "it wants pages of a multiple of 8 keys; others are copied, up to 1 GiB and without num_splits");
+    NEEDS(!fa_loads_single_keys(p) || (offsets_fit_32_bits(&p->k, pages) && offsets_fit_32_bits(&p->v, pages)),
+          "it wants pages of a multiple of 8 keys, or pages within 64 GiB");
     NEEDS(pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
               p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,
           "it counts keys of a KV cache up to 2^30");

@@ -137,8 +137,8 @@ fa_cache_pages fa_cache_pages_of(const fa_problem *problem);
 /* The most keys of a key tile that one load of TMA can bring: a load must not cross the end of a page. */
 int fa_cache_box(const fa_problem *problem, int block_kv);
 
-/* Can TMA load key tiles in such boxes? */
-bool fa_has_boxes(const fa_problem *problem);
+/* Does Hopper's forward load the keys one by one, because TMA cannot load key tiles in such boxes? */
+bool fa_loads_single_keys(const fa_problem *problem);
 
 /* Why can Hopper's forward not read the problem's KV cache? NULL: it can. */
 const char *fa_why_not_cache_of_sm90(const fa_problem *problem);

@@ -45,7 +45,7 @@ static const fa_row fwd_sm90_rows[] = {
 #define FA_FWD_TILE_SM90(d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, serves) \
     {"attn_fwd_sm90_d" #d V_##d##_##d_v "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                    \
      {d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost},                           \
-     serves,                                                                                        \
+     (serves) | ((serves) & FA_CACHE && (wgs) <= 2 ? FA_SINGLE_KEYS : 0u),                          \
      FA_SHARED_BYTES_OF(ctas)},
 #include "cuda/tiles.def"
 };
@@ -62,8 +62,9 @@ int fa_fwd_sm90_box(const fa_fwd_sm90_columns *t) {
  * row serves the same features, its steps have at least as many rows and keys, and a step costs no more. Short
  * sequences prefer steps of 64 keys, so a row with such steps is beaten only by another row with such steps. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
-    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE);
+    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS);
     if (features & FA_FLEX) return false; /* the functions of a call belong to such a kernel */
+    if (features & FA_SINGLE_KEYS && !(features & FA_CACHE)) return false;
     const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
@@ -325,9 +326,12 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
 #define STEP_FILES \
     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh", "sinks.cuh"
-#define WORK_FILES "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
-#define FEED_FILES "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", "attn_fwd_cache.cuh", WORK_FILES
-#define FWD_FILES  "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
+#define WORK_FILES     "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
+#define DIVISION_FILES "division.cuh", "division.h"
+#define FEED_FILES                                                                                                    \
+    DIVISION_FILES, "attn_fwd_memory.cuh", "attn_fwd_producer.cuh", "attn_fwd_cache.cuh", "attn_fwd_single_keys.cuh", \
+        WORK_FILES
+#define FWD_FILES "attn_fwd_schedule.cuh", "attn_fwd_consumer.cuh", "attn_fwd_params.h", STEP_FILES, FEED_FILES
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -336,9 +340,9 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define FLEX_FILES     "flex.cuh", "flex_blocks.cuh", "cuda_flex.h", "flex_values.cuh"
 #define BLOCKS_FILES   "flex_blocks.cuh", "cuda_flex.h", PROBLEM_FILES, "integers.cuh"
 #define BWD_SM80_FILES "attn_bwd_sm80.cuh", "attn_bwd_sm80_params.h", "quads.cuh"
-#define DECODE_FILES                                                                                           \
-    "attn_decode.cu", PTX_FILES, "attn_decode_params.h", SCORE_FILES, "attn_decode_schedule.cuh",              \
-        "attn_decode_loads.cuh", "attn_decode_softmax.cuh", "attn_decode_merge.cuh", "attn_decode_append.cuh", \
+#define DECODE_FILES                                                                                              \
+    "attn_decode.cu", PTX_FILES, "attn_decode_params.h", DIVISION_FILES, SCORE_FILES, "attn_decode_schedule.cuh", \
+        "attn_decode_loads.cuh", "attn_decode_softmax.cuh", "attn_decode_merge.cuh", "attn_decode_append.cuh",    \
         "sinks.cuh", "sinks_params.h"
 #define DECODE_COLUMNS "HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS", "HOPPER"
 #define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
@@ -348,7 +352,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                      .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, PROBLEM_FILES),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
-                     .knows = FA_ALL_FEATURES | FA_CACHE | FA_FLEX | FA_IN_BF16,
+                     .knows = FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_FLEX | FA_IN_BF16,
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses,

@@ -8,16 +8,17 @@
 
 /* The features of a variant, beyond plain attention. A kernel without a feature contains no code for this feature.
  * X(constant in the kernel's text, bit, part of a variant's name). */
-#define FA_FEATURES(X)                                                                                        \
-    X(CAUSAL, 1, "_causal"),        /* right window 0, no left window */                                      \
-        X(LOCAL, 2, "_local"),      /* any other window */                                                    \
-        X(VARLEN, 4, "_varlen"),    /* packed sequences */                                                    \
-        X(SCORE, 8, "_score"),      /* softcap, ALiBi, or a scale that is not positive, or no normal float */ \
-        X(CACHE, 128, "_cache"),    /* keys lie in a KV cache, in pages or in rows of their own */            \
-        X(DROPOUT, 16, "_dropout"), /* dropout of the probabilities */                                        \
-        X(OF_3, 512, "_of3"),       /* generic kernels: what flash-attn 3 adds */                             \
-        X(FLEX, 1024, "_flex"),     /* programmable attention (flex/flex.h) */                                \
-        X(ALIBI, 2048, "_alibi")    /* ALiBi as the only option of the scores, in kernels that know it */
+#define FA_FEATURES(X)                                                                                             \
+    X(CAUSAL, 1, "_causal"),             /* right window 0, no left window */                                      \
+        X(LOCAL, 2, "_local"),           /* any other window */                                                    \
+        X(VARLEN, 4, "_varlen"),         /* packed sequences */                                                    \
+        X(SCORE, 8, "_score"),           /* softcap, ALiBi, or a scale that is not positive, or no normal float */ \
+        X(CACHE, 128, "_cache"),         /* keys lie in a KV cache, in pages or in rows of their own */            \
+        X(SINGLE_KEYS, 4096, "_single"), /* with CACHE: pages whose keys TMA cannot load together */               \
+        X(DROPOUT, 16, "_dropout"),      /* dropout of the probabilities */                                        \
+        X(OF_3, 512, "_of3"),            /* generic kernels: what flash-attn 3 adds */                             \
+        X(FLEX, 1024, "_flex"),          /* programmable attention (flex/flex.h) */                                \
+        X(ALIBI, 2048, "_alibi")         /* ALiBi as the only option of the scores, in kernels that know it */
 
 /* The bits of the dtype. fp16 has none of them. */
 #define FA_DTYPE_FEATURES(X) X(BF16, 32), X(F32, 64), X(E4M3, 256)

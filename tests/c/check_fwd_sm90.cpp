@@ -19,6 +19,9 @@ extern "C" {
 #include "emulate_cuda.h"
 }
 #include "hopper_problem.h"
+#if CACHE
+#include "gpu/division.h"
+#endif
 
 #if !FLEX
 #define FLEX_SCORE 0
@@ -125,7 +128,17 @@ struct flex_tensors {
 #endif
 
 #if CACHE
-/* Keys in a cache. Behind the keys of a sequence lie zeros, as gather.cu leaves them, and then NaN. */
+/* Kernels for single keys have pages that TMA cannot load. */
+static problem with_pages_of_kernel(problem x) {
+    if (SINGLE_KEYS) x.page = x.page == 0 ? 1 : x.page == 16 ? 12 : x.page == 8 ? 3 : 67;
+    return x;
+}
+static fa_attn_fwd_rows rows_of_pages(const tensor &t, int page) {
+    const unsigned row = (unsigned)(t.h * t.d / 8);
+    return {t.data.data(), t.d / 8, row * (unsigned)page, row, t.d};
+}
+
+/* Keys in a cache. Behind the keys of a sequence lie NaN, for TMA after zeros as gather.cu leaves them. */
 struct cache_tensors {
     int page, cols, capacity, num_pages;
     std::vector<int> table, rows_of, len_kv;
@@ -144,7 +157,7 @@ struct cache_tensors {
     void hide_unused(tensor &t) const {
         std::vector<bool> is_used((size_t)t.rows);
         for (size_t n = 0; n < len_kv.size(); n++)
-            for (int j = 0; j < min(len_kv[n] + 128, capacity); j++) {
+            for (int j = 0; j < min(len_kv[n] + (SINGLE_KEYS ? 0 : 128), capacity); j++) {
                 const int row = row_of_key((int)n, j);
                 is_used[(size_t)row] = true;
                 if (j >= len_kv[n]) std::fill_n(t.row(row, 0), t.h * t.d, element{0});
@@ -155,7 +168,7 @@ struct cache_tensors {
     void fill(const problem &x, params &p, tensor &k, tensor &v) {
         const int box = x.page ? std::__gcd(page, BLOCK_KV) : BLOCK_KV, rows = BLOCK_Q / x.tile_heads;
         hide_unused(k), hide_unused(v);
-        k.fill_map_of_pages(p.k, page, box), v.fill_map_of_pages(p.v, page, box);
+        if (!SINGLE_KEYS) k.fill_map_of_pages(p.k, page, box), v.fill_map_of_pages(p.v, page, box);
         for (size_t n = 0; n < len_kv.size(); n++) /* pages without a key are not looked up */
             for (int i = ceil_div(len_kv[n], page); x.page && i < cols; i++)
                 table[(size_t)(rows_of[n] * cols + i)] = -1;
@@ -166,6 +179,8 @@ struct cache_tensors {
         p.cache.capacity = capacity, p.cache.box = box, p.cache.cache_batch_idx = rows_of.data();
         p.cache.tile_heads = x.tile_heads, p.cache.rows_of_head = rows, p.cache.h_in_tiles = x.h / x.tile_heads;
         p.cache.rows_inverse = FA_ROWS_INVERSE(rows), p.cache.num_parts = x.parts;
+        p.cache.k = rows_of_pages(k, page), p.cache.v = rows_of_pages(v, page),
+        p.cache.by_page_size = fa_division_by((unsigned)page);
     }
 };
 #endif
@@ -235,7 +250,12 @@ static void add_parts(int parts, int rows, float *lse, const std::vector<float> 
 }
 #endif
 
-static void check(const problem &x) {
+static void check(const problem &given) {
+#if CACHE
+    const problem x = with_pages_of_kernel(given);
+#else
+    const problem &x = given;
+#endif
     const int b = (int)x.len_q.size(), group = x.h / x.h_kv, len_q = x.len_q[0], len_kv = x.len_kv[0];
     const std::vector<int> cu_q = offsets_of(x.len_q), cu_kv = offsets_of(x.len_kv);
 #if CACHE

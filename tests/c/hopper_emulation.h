@@ -101,6 +101,31 @@ static bool arrives_for_warp(u32 lane) { return lane == 0; }
 constexpr u32 of_warps(u32 warps) { return warps; }
 static void mbarrier_arrive_for_others(u64 *) {}
 
+#if defined(SINGLE_KEYS) && SINGLE_KEYS
+/* cp.async of a thread, which run together when it has arrived behind them. */
+static std::vector<std::function<void()>> copies_of_thread[1024];
+static void copy_16_later(u32 dst, const void *src, bool is_present) {
+    EXPECT(dst % 16 == 0 && (uintptr_t)src % 16 == 0);
+    copies_of_thread[threadIdx.x].push_back([=] {
+        if (is_present)
+            memcpy(memory + dst, src, 16);
+        else
+            memset(memory + dst, 0, 16);
+    });
+}
+static void cp_async_mbarrier_arrive(u64 *barrier) {
+    const auto before = copies_of_thread[threadIdx.x];
+    copies_of_thread[threadIdx.x].clear();
+    add_copy(true, [=] {
+        for (const auto &run : before) run();
+        mbarrier_arrive(barrier);
+    });
+}
+#define cp_async_16 copy_16_later
+#else
+static void cp_async_mbarrier_arrive(u64 *) { abort(); }
+#endif
+
 /* Rows of 128 or of 64 bytes are swizzled by 16 bytes. */
 static u32 swizzled(u32 at, u32 row_bytes) { return at ^ (at >> 7 & (row_bytes / 16 - 1)) << 4; }
 
@@ -216,6 +241,7 @@ static void wgmma_commit_group() {
 }
 template <class T, int N> static void pin(T (&d)[N]) { asm volatile("" ::"r"(&d) : "memory"); }
 static void pin(int &) {}
+static void pin(const char *&) {}
 static __attribute__((noinline)) void wait_groups(size_t pending) {
     step_together((int)pending);
     stand_still();

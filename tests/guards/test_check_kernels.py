@@ -184,13 +184,16 @@ def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
 
 
 # O leaves from the place of Q, from a place of its own, or without shared memory. There are one to four warpgroups, two
-# CTAs on an SM, every mask, packed sequences, fewer columns than shared memory has, V of other columns, and KV caches.
+# CTAs on an SM, every mask, packed sequences, fewer columns than shared memory has, V of other columns, KV caches,
+# and single keys of them.
 EMULATED_FORWARDS = [
     "bf16_d64_q192kv128_causal_varlen", "fp16_d64_q192kv128", "bf16_d64_q64kv64_local_varlen", "fp16_d64_q256kv64",
     "bf16_d128_q128kv128", "bf16_d128_q128kv64_local", "bf16_d256_q128kv64_causal", "bf16_d80_q192kv96_causal_varlen",
     "fp16_d112_q128kv128", "bf16_d160_q128kv128_local", "fp16_d32_q256kv64_causal", "bf16_d192v128_q128kv96",
     "fp16_d112_q192kv80_varlen", "bf16_d64_q192kv128_causal_cache", "fp16_d64_q64kv64_local_varlen_cache",
-    "bf16_d128_q128kv128_cache", "bf16_d80_q192kv96_causal_varlen_cache"
+    "bf16_d128_q128kv128_cache", "bf16_d80_q192kv96_causal_varlen_cache", "bf16_d128_q128kv128_cache_single",
+    "bf16_d64_q64kv64_causal_cache_single", "fp16_d96_q128kv128_local_varlen_cache_single",
+    "bf16_d192_q128kv96_cache_single", "bf16_d256_q128kv64_causal_cache_single"
 ]  # fmt: skip
 
 

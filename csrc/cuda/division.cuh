@@ -1,0 +1,10 @@
+/* Divisions by a number that the host knows. */
+#ifndef FA_DIVISION_CUH
+#define FA_DIVISION_CUH
+
+#include "division.h"
+#include "element.cuh"
+
+DEVICE int divide(int x, fa_division by) { return (int)((u64)(u32)x * by.magic >> by.shift); }
+
+#endif
