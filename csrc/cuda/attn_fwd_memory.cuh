@@ -34,7 +34,7 @@ struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>,
     /* Each warp has chunks of 16 rows. */
     alignas(1024) element::output o[O_ELEMENTS];
     /* The producer arrives at full, once, and TMA's bytes complete it. Each consumer warp arrives at empty. In 8 bits
-     * each transposer warp arrives at v_full. */
+     * each transposer warp arrives at v_full. Lanes that copy single keys arrive at full, each for its copies. */
     u64 q_full[Q_STAGES], q_empty[Q_STAGES];
     u64 k_full[STAGES], k_empty[STAGES];
     u64 v_full[V_STAGES], v_empty[V_STAGES];

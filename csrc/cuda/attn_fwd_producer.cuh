@@ -1,5 +1,6 @@
 /* The warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. The producer warp's first
- * thread loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. */
+ * thread loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. Single keys have a
+ * third warp. */
 #ifndef FA_ATTN_FWD_PRODUCER_CUH
 #define FA_ATTN_FWD_PRODUCER_CUH
 

@@ -19,11 +19,11 @@ enum { CHUNK = 64 };
 
 /* ---- work tiles over a cache ------------------------------------------------------------------------------------- */
 
-/* Microseconds of an H100 (cuda/measurements/decode.md): the first work tile of a CTA and each further one, the
- * combination of parts, of each part, and of one element of the result. The memory brings BYTES_OF_A_US bytes of the
- * keys. */
-static const double US_FIRST = 10, US_NEXT = 1.5, US_COMBINE = 4, US_PART = 0.11, US_ELEMENT = 7e-6,
-                    BYTES_OF_A_US = 2.4e6;
+/* Microseconds of an H100 (cuda/measurements/decode.md): the first work tile of a CTA and each further one; the
+ * combination of parts, of one element of the result, of each part, and of one element of a part. The memory brings
+ * BYTES_OF_A_US bytes of the keys. */
+static const double US_FIRST = 10, US_NEXT = 1.5, US_COMBINE = 2, US_ELEMENT = 7e-6, US_PART = 0.03,
+                    US_ELEMENT_OF_PART = 2e-6, US_SHORTEST_STEP = 0.45, BYTES_OF_A_US = 2.4e6;
 
 /* Microseconds of an SM for a row and a key, without a limit of power. In one chunk of columns the exponentials take
  * longer than the products. */
@@ -56,21 +56,25 @@ double fa_us_of_cache(const fa_problem *p) {
 
 /* A call over a cache in work tiles of a row of the table, which `heads` heads share. */
 typedef struct {
-    int64_t tiles, key_tiles, width;  /* work tiles of the batch; key tiles of the capacity; SMs */
-    double us_of_key_tile;            /* of an SM for a work tile */
-    double us_of_memory, us_of_parts; /* to read all keys; to combine parts */
+    int64_t tiles, key_tiles, width; /* work tiles of the batch; key tiles of the capacity; SMs */
+    double us_of_key_tile;           /* of an SM for a work tile */
+    double us_of_memory;             /* to read all keys */
+    double us_of_parts, us_of_part;  /* to combine parts: beside them, and for each */
 } cut;
 
 /* Packed sequences count as many work tiles as they have on average. */
 static cut cut_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads, int sms) {
     const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, rows = block_q / heads;
     const int64_t q_tiles = p->cu_seqlens_q ? p->total_q / rows + p->b : p->b * ceil_div(p->len_q, rows);
+    const double elements = (double)(p->total_q * p->h) * (double)p->d_v;
+    const double us_of_step = (double)t->block_kv * us_of_a_key(p, t);
     return (cut){.tiles = p->h / heads * q_tiles,
                  .key_tiles = (fa_cache_pages_of(p).capacity - 1) / t->block_kv + 1,
                  .width = sms > 0 ? sms : 1,
-                 .us_of_key_tile = (double)t->block_kv * us_of_a_key(p, t),
+                 .us_of_key_tile = us_of_step > US_SHORTEST_STEP ? us_of_step : US_SHORTEST_STEP,
                  .us_of_memory = fa_us_of_cache(p),
-                 .us_of_parts = US_COMBINE + US_ELEMENT * (double)(p->total_q * p->h) * (double)p->d_v};
+                 .us_of_parts = US_COMBINE + US_ELEMENT * elements,
+                 .us_of_part = US_PART + US_ELEMENT_OF_PART * elements};
 }
 
 /* Of work and memory the shorter one overlaps with the longer one, but for a third at the begin and the end. */
@@ -78,7 +82,7 @@ static double us_of(const cut *x, int64_t parts) {
     const int64_t rounds = ceil_div(x->tiles * parts, x->width), steps = ceil_div(x->key_tiles, parts);
     const double work = (double)rounds * (US_NEXT + (double)steps * x->us_of_key_tile) - US_NEXT;
     const double most = work > x->us_of_memory ? work : x->us_of_memory, least = work + x->us_of_memory - most;
-    return US_FIRST + most + least / 3 + (parts > 1 ? x->us_of_parts + US_PART * (double)parts : 0);
+    return US_FIRST + most + least / 3 + (parts > 1 ? x->us_of_parts + x->us_of_part * (double)parts : 0);
 }
 
 /* The most parts that a call may have. The rows of all parts are counted in 32 bits. Parts of packed sequences would be
