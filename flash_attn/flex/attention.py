@@ -102,29 +102,35 @@ def attend(call, query, key, value, tensors):
 
 
 class _FlexAttention(torch.autograd.Function):
-    """The autograd node of a finished forward. ``results``: out and lse, and whether the caller gets the lse."""
+    """The autograd node of a finished forward. Its forward does little, because each step of it costs every call time.
+
+    ``done``: out and lse, whether the caller gets the lse, the arguments of :class:`Call`, and the tensors of the mask
+    and of the places of sequences.
+    """
 
     @staticmethod
-    def forward(ctx, call, results, query, key, value, *tensors):
-        out, lse, wants_lse = results
-        ctx.call, ctx.num_tensors = call, len(tensors)
-        ctx.save_for_backward(query, key, value, out, lse, *tensors, *call.tensors())
-        ctx.set_materialize_grads(False)
-        return (out, lse) if wants_lse else out
+    def forward(ctx, done, query, key, value, *tensors):
+        out, lse, wants_lse, ctx.call, others = done
+        ctx.save_for_backward(query, key, value, out, lse, *tensors, *others)
+        if not wants_lse:
+            return out
+        ctx.set_materialize_grads(False)  # a loss may need one of both
+        return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
         saved = ctx.saved_tensors  # torch checks that none was changed since
         query, key, value, out, lse, *tensors = saved
-        tensors, wanted = tensors[: ctx.num_tensors], ctx.needs_input_grad[2:]
+        call, wanted = Call(*ctx.call), ctx.needs_input_grad[1:]
+        tensors = tensors[: len(wanted) - 3]
         query, key, value = map(rows_of, (query, key, value))
 
         def gradients_of(dout, dlse):
             with torch.no_grad():
-                grads, _ = gradients(ctx.call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
+                grads, _ = gradients(call, (query, key, value), tensors, out, lse, dout, dlse, wanted)
             return without_second_derivative(grads, dout, dlse, *saved)
 
-        return None, None, *gradients_of_each(gradients_of, dout, dlse)
+        return None, *gradients_of_each(gradients_of, dout, dlse)
 
 
 # This is ``_FlexAttention.apply`` without the layer that looks for functorch, whose tensors were refused before.
@@ -350,17 +356,18 @@ def flex_attention(
         if block_mask is None or (mask and rows_fit and is_own(block_mask, mask)):
             plain = plain_of(score, mask, lambda: shift_of(query.size(-2), len_kv, q_offset, kv_len))
     if plain is not None:
-        call, score = Call(scale, None, None, None, False, plain, sequences), None
+        score, parts = None, (scale, None, None, None, False, plain, sequences)
     else:
         blocks = _blocks_of(block_mask, mask, query, len_kv, sequences)
-        call = Call(scale, score, mask, blocks, wants_max, sequences=sequences)
-    tensors = score[1] if score else ()
+        parts = scale, _without_tensors(score), mask, blocks, wants_max, NO_WINDOW, sequences
+    call, tensors = Call(*parts), score[1] if score else ()
     if query.is_cuda and not is_imagined() and not ops.is_watched(*inputs):
         ahead.compile_kernels(call, query, key, value, tensors, is_recorded)
     with torch.no_grad():
         out, lse, max_scores = attend(call, *map(rows_of, (query, key, value)), tensors)
     if is_recorded:
-        out, lse = _recorded(call, query, key, value, tensors, out, lse, wants_lse)
+        found = _record((out, lse, wants_lse, parts, call.tensors()), query, key, value, *tensors)
+        out, lse = found if wants_lse else (found, lse)
     return _results(out, lse, max_scores, return_lse, return_aux)
 
 
@@ -422,6 +429,11 @@ def _mask_of(mask_mod, device):
     return mask
 
 
+def _without_tensors(score):
+    """What a node keeps of a score_mod. Its tensors are saved, so that hooks may put them elsewhere."""
+    return None if score is None else (score[0], None, score[2])
+
+
 def _any_requires_grad(query, key, value, tensors):
     if query.requires_grad or key.requires_grad or value.requires_grad:
         return True
@@ -472,16 +484,13 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
         return found
     out, lse, max_scores, blocks = found
     if plain is not None:
-        call, tensors = Call(scale, None, None, None, False, plain), ()
-    else:
-        call = Call(scale, score, mask, blocks, wants_max)
-    return *_recorded(call, query, key, value, tensors, out, lse, wants_lse), max_scores
-
-
-def _recorded(call, query, key, value, tensors, out, lse, wants_lse):
-    """out and lse as results of a node of autograd."""
-    found = _record(call, (out, lse, wants_lse), query, key, value, *tensors)
-    return found if wants_lse else (found, lse)
+        out = _record((out, lse, False, (scale, None, None, None, False, plain), ()), query, key, value)
+        return out, lse, max_scores
+    others = () if blocks is None else blocks[2:]
+    others = others if mask is None else others + mask[1]
+    parts = scale, _without_tensors(score), mask, blocks, wants_max
+    found = _record((out, lse, wants_lse, parts, others), query, key, value, *tensors)
+    return (*found, max_scores) if wants_lse else (found, lse, max_scores)
 
 
 def _blocks_of(block_mask, mask, query, len_kv, sequences=None):

@@ -2,10 +2,12 @@
 
 import enum
 import functools
+import gc
 import random
 import threading
 import types
 import warnings
+import weakref
 
 import flash_attn_2_cuda
 import pytest
@@ -845,3 +847,19 @@ def test_programs_of_another_kind_are_refused():
         of = [None if text is None else (text, (), ()) for text in mods]
         with pytest.raises(RuntimeError, match="is no score_mod, mask_mod or derivative for fp32"):
             flash_attn_2_cuda.flex_forward(q, k, v, out, lse, None, 1.0, (-1, -1, 0.0), *of, None, None)
+
+
+def test_a_node_keeps_captured_tensors_only_where_hooks_put_them():
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+
+    def call():
+        slopes = torch.rand(2, requires_grad=True) * 2
+        out = flex_attention(q, q, q, lambda score, b, h, i, j: score + slopes[h] * (j - i))
+        return out, weakref.ref(slopes)
+
+    for _ in range(3):  # the long way, then the short way
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+            out, kept = call()
+        gc.collect()  # a trace has cycles
+        assert kept() is None
+        out.sum().backward()
