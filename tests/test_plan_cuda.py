@@ -351,6 +351,15 @@ def test_few_queries_read_single_keys_and_many_read_copies(plan, d, page):
         assert (int(workspace) > 2 * 2 * 7900 * 8 * d * 2) == has_copies
 
 
+@pytest.mark.parametrize("page", (1, 16))
+def test_the_decode_kernel_takes_what_the_forward_cannot_count(plan, page):
+    """The forward counts the keys of all sequences in 32 bits. The decode kernel does not leave it more."""
+    few = {"pages": 1000, "page": page, "h": 20, "len_q": 31, "splits": 1, "sms": 132, "used": 1}
+    for b, kernel in ((100, "attn_fwd_sm90_"), (120, "attn_decode_sm90_")):
+        cols = 20_000_000 // page
+        assert plan(**few, b=b, cols=cols, len_kv=cols * page).startswith(kernel)
+
+
 @pytest.mark.parametrize("page", (12, 16))
 @pytest.mark.parametrize("numbers", ({"rows": 2**31}, {"new": 2**30 + 1}), ids=str)
 def test_a_cache_is_counted_in_32_bits_with_copies_too(plan, page, numbers):

@@ -132,6 +132,7 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
     const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q, keys = fa_cache_pages_of(p).capacity;
     const bool packed = p->cu_seqlens_q != NULL;
     if (!t || rows <= FEW_ROWS || (packed && p->total_q < FEW_QUERIES * p->b)) return false;
+    if (!fa_counts_in_32_bits(p, packed)) return false;   /* The other kernel would refuse the call. */
     const bool may_be_cut = fa_reads_cache(p) && !packed; /* by the other kernel */
     if (p->num_splits > 1 && !may_be_cut) return false;
     const double us_of_row = cost * 128 / 64 * fa_us_of_a_pair(t); /* of an SM, for a key */
