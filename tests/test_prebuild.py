@@ -14,7 +14,7 @@ from flash_attn._variants import choose
 
 NAME = re.compile(
     r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+"
-    r"(_causal|_local)?(_varlen)?(_score)?(_cache)?(_dropout)?(_alibi)?"
+    r"(_causal|_local)?(_varlen)?(_score)?(_cache(?:_single)?)?(_dropout)?(_alibi)?"
 )
 DTYPES = ("bf16", "fp16")
 HELPER = re.compile(
@@ -57,7 +57,7 @@ def test_every_kernel_has_a_name_and_a_row():
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]
     found = {tuple(NAME.fullmatch(name).groups()) for name in hopper}
     of_fwd = [(m, v, s, c, d, None) for m in (None, "_causal", "_local") for v in (None, "_varlen")
-              for s in (None, "_score") for c in (None, "_cache") for d in (None, "_dropout")]  # fmt: skip
+              for s in (None, "_score") for c in (None, "_cache", "_cache_single") for d in (None, "_dropout")]  # fmt: skip
     options = [o for o in of_fwd if not o[3]]
     alone = [(*o[:5], "_alibi") for o in options if not (o[2] or o[4])]
     wanted = ("64", "80", "96", "112", "128", "192", "256")
@@ -83,6 +83,7 @@ def test_every_kernel_has_a_name_and_a_row():
         (0, 1000, 0, 90),
         (0, 0, 3, 90),
         (0, 0, 4096, 90),
+        (0, 0, 8192, 90),
         (0, 0, 16, 90),
         (0, 0, 0, 80),
     ],
