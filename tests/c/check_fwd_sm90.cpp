@@ -172,6 +172,9 @@ struct cache_tensors {
         for (size_t n = 0; n < len_kv.size(); n++) /* pages without a key are not looked up */
             for (int i = ceil_div(len_kv[n], page); x.page && i < cols; i++)
                 table[(size_t)(rows_of[n] * cols + i)] = -1;
+        const int no_pages[] = {-1, 0x7fffffff, (int)0x80000000, num_pages}; /* count as the last page */
+        for (int &number : table)
+            if (x.page && number == num_pages - 1) number = no_pages[random_bits() % 4];
         p.cu_seqlens_k = nullptr, p.seqused_k = len_kv.data(), p.len_kv = capacity;
         p.cache = {};
         p.cache.block_table = x.page ? table.data() : nullptr, p.cache.table_stride = cols;
