@@ -56,8 +56,9 @@ def test_every_kernel_has_a_name_and_a_row():
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]
     found = {tuple(NAME.fullmatch(name).groups()) for name in hopper}
+    caches = None, "_cache", "_cache_single"
     of_fwd = [(m, v, s, c, d, None) for m in (None, "_causal", "_local") for v in (None, "_varlen")
-              for s in (None, "_score") for c in (None, "_cache", "_cache_single") for d in (None, "_dropout")]  # fmt: skip
+              for s in (None, "_score") for c in caches for d in (None, "_dropout")]  # fmt: skip
     options = [o for o in of_fwd if not o[3]]
     alone = [(*o[:5], "_alibi") for o in options if not (o[2] or o[4])]
     wanted = ("64", "80", "96", "112", "128", "192", "256")
