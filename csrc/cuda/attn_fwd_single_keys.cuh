@@ -11,8 +11,8 @@
 #include "attn_fwd_memory.cuh"
 #include "division.cuh"
 
-/* A copy is one instruction of a warp for each chunk. A batch of copies has its addresses before the first one begins,
- * so that no copy waits for the one before. */
+/* A copy is one instruction of a warp for each chunk. A batch knows all its addresses before its first copy. So no copy
+ * waits for the one before. */
 constexpr int ROW_LANES = ROW_BYTES / 16, ROWS_AT_ONCE = 32 / ROW_LANES;
 constexpr int COPIES = BLOCK_KV / ROWS_AT_ONCE, BATCH = 4;
 constexpr int COPIES_OF_PRODUCER = (COPIES / 2 + BATCH - 1) / BATCH * BATCH; /* of K; another warp has the rest */

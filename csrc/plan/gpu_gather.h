@@ -1,4 +1,4 @@
-/* Pages that a kernel does not read are copied side by side before it runs (cuda/gather.cu). */
+/* Pages that TMA does not load may be copied side by side before the forward runs (cuda/gather.cu). */
 #ifndef FA_PLAN_GPU_GATHER_H
 #define FA_PLAN_GPU_GATHER_H
 
