@@ -561,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
             loads.run();
             end_values(smem, loads.v);
         }
-        if (warp == 1) schedule_tiles(p, smem);
+        if (warp == 1) schedule_tiles(p, smem, no_share());
         if (warp >= 2) transposer(smem, warp - 2).run();
     } else {
         setmaxnreg_inc<CONSUMER_REGS>();

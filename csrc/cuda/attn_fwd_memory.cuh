@@ -14,7 +14,8 @@ template <int LOAD_STAGES> struct loaded_values<1, LOAD_STAGES> {
     int is_end[LOAD_STAGES];                           /* Instead of V, this stage brings the end of the launch. */
 };
 
-/* Where the keys of a key tile lie: of K for two warps that copy single keys, and of V. */
+/* Where the keys of a key tile lie, of K and of V. Two warps copy single keys of each, and every warp writes the places
+ * that it copies from. */
 template <bool HAS_PLACES> struct places_of_keys {
     static constexpr u32 *places[2] = {nullptr, nullptr};
 };
@@ -48,7 +49,8 @@ struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>,
         int tile_idx, strip; /* the work tile's number in the launch; the row strip in the tile */
     } failed[4 * WGS][FAILED];
     int num_failed[4 * WGS], num_seen[4 * WGS];
-    /* With a cache: the producer gives each work tile to the other warps that load, which arrive at `read`. */
+    /* With a cache: the producer gives each work tile to the other warps that load, which arrive at `read`. The
+     * scheduler is not among them, because it knows the work tile. */
     u64 given[CACHE ? Q_STAGES : 1], read[CACHE ? Q_STAGES : 1];
 };
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 KiB for one CTA, 113 for each of two");

@@ -1,6 +1,6 @@
 /* The warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. The producer warp's first
- * thread loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. Single keys have a
- * third warp. */
+ * thread loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. Single keys are
+ * copied by all four warps: two copy K, one copies most of V, and the scheduler warp copies the rest of V. */
 #ifndef FA_ATTN_FWD_PRODUCER_CUH
 #define FA_ATTN_FWD_PRODUCER_CUH
 
@@ -21,10 +21,16 @@ DEVICE int fetch_tile(const params &p, int num_tiles) {
     return __shfl_sync(0xffffffffu, tile, 0);
 }
 
+/* The scheduler loads nothing. */
+struct no_share {
+    DEVICE void load_until_wanted(const tile &, u32) {}
+};
+
 /* The scheduler. One warp. Whenever the producer wants a work tile, the scheduler gives out a tile that failed, or
  * else the next tile. When no tile is left, consumers shall REPORT. When they have reported and no failed tile is
- * left, they shall END. Finding a tile takes 2000 clocks, in which the producer has keys to load. */
-DEVICE void schedule_tiles(const params &p, shared_memory &smem) {
+ * left, they shall END. Finding a tile takes 2000 clocks, in which the producer has keys to load. Between requests the
+ * scheduler loads its share of the keys, no_share or a scheduler_share. */
+template <class key_share> DEVICE void schedule_tiles(const params &p, shared_memory &smem, key_share share) {
     constexpr int NONE = 0x7fffffff;
     const bool is_leader = threadIdx.x % 32 == 0, is_dynamic = p.counter_slot >= 0;
     const int num_tiles = VARLEN ? count_packed_tiles(p) * h_in_tiles(p) : p.num_tiles;
@@ -49,6 +55,7 @@ DEVICE void schedule_tiles(const params &p, shared_memory &smem) {
         }
         __syncwarp();
         if (is_leader) mbarrier_arrive(&smem.tile_found);
+        share.load_until_wanted(t, parity ^ 1);
         if (is_last) break;
         slots.next();
     }
@@ -80,10 +87,11 @@ DEVICE void load_boxes(const params &p, element *dst, const fa_tensor_map *map, 
 }
 
 /* What a warp loads of each key tile of a cache. The places of the next one are looked up one step ahead, because page
- * numbers come from memory. Single keys take three warps, and two of them load K. Whole warp. */
-enum cache_share { OF_K, REST_OF_K, OF_V };
+ * numbers come from memory. Single keys take four warps: two load K, and two load V. TMA leaves no rest
+ * of K and V. Whole warp. */
+enum cache_share { OF_K, REST_OF_K, OF_V, REST_OF_V };
 template <cache_share SHARE> struct cache_loader {
-    static constexpr bool IS_V = SHARE == OF_V;
+    static constexpr bool IS_V = SHARE == OF_V || SHARE == REST_OF_V;
     static constexpr int CHUNKS = IS_V ? CHUNKS_V : CHUNKS_QK;
 
     DEVICE static element *stage_of(shared_memory &smem, int stage) { return IS_V ? smem.v[stage] : smem.k[stage]; }
@@ -94,8 +102,8 @@ template <cache_share SHARE> struct cache_loader {
         return IS_V ? &smem.v_empty[stage] : &smem.k_empty[stage];
     }
 #if SINGLE_KEYS
-    static constexpr int BEGIN = SHARE == REST_OF_K ? COPIES_OF_PRODUCER : 0;
-    static constexpr int END = SHARE == OF_K ? COPIES_OF_PRODUCER : COPIES;
+    static constexpr int BEGIN = SHARE == REST_OF_K ? OF_K_COPIES : SHARE == REST_OF_V ? OF_V_COPIES : 0;
+    static constexpr int END = SHARE == OF_K ? OF_K_COPIES : SHARE == OF_V ? OF_V_COPIES : COPIES;
     single_keys<BEGIN, END, CHUNKS, IS_V ? D_V : D_QK> keys;
 
     DEVICE static const fa_attn_fwd_rows &rows_of(const params &p) { return IS_V ? p.cache.v : p.cache.k; }
@@ -227,32 +235,70 @@ struct producer {
     }
 };
 
+/* A warp's walk over the keys of its work tiles in a cache. It loads its share of each key tile. Whole warp. */
+template <cache_share SHARE> struct cached_walk {
+    typedef cache_loader<SHARE> loader;
+    const params &p;
+    shared_memory &smem;
+    ring<loader::IS_V ? V_STAGES : STAGES> stages;
+    loaded_walk walk{smem.entry_ring}; /* at first without keys */
+    loader cached;
+
+    DEVICE void begin(const tile &t) {
+        walk.begin(t);
+        cached.begin(p, t, walk.key_tile());
+    }
+    DEVICE bool has_next() const { return walk.has_next(); }
+    DEVICE void load_next() {
+        mbarrier_wait(loader::empty_of(smem, stages.stage), stages.parity ^ 1);
+        cached.load(p, smem, stages.stage, walk.key_tile() - 1);
+        stages.next(), walk.take();
+    }
+};
+
 /* With a cache: loads its share. The producer gives each work tile to it, so V does not wait for Q. Whole warp. */
 template <cache_share SHARE> struct second_producer {
-    typedef cache_loader<SHARE> loader;
     const params &p;
     shared_memory &smem;
 
     DEVICE void run() {
         ring<Q_STAGES> places; /* of work tiles that are given */
-        ring<loader::IS_V ? V_STAGES : STAGES> stages;
+        cached_walk<SHARE> keys{p, smem};
         ring<TILE_SLOTS> slots;
-        loaded_walk walk{smem.entry_ring};
-        loader cached;
         for (;; places.next(), slots.next()) {
             mbarrier_wait(&smem.given[places.stage], places.parity);
             const tile &t = smem.tiles[slots.stage];
             if (t.command == END) break;
-            walk.begin(t);
-            cached.begin(p, t, walk.key_tile());
+            keys.begin(t);
             __syncwarp(); /* All lanes have waited and read. */
             if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&smem.read[places.stage]);
 #pragma unroll 1
-            for (; walk.has_next(); walk.take()) {
-                mbarrier_wait(loader::empty_of(smem, stages.stage), stages.parity ^ 1);
-                cached.load(p, smem, stages.stage, walk.key_tile() - 1);
-                stages.next();
-            }
+            while (keys.has_next()) keys.load_next();
+        }
+    }
+};
+
+/* The scheduler's share of single keys. The producer wants the next work tile amid the keys of this one. So the
+ * scheduler gives out the next work tile first, and loads the last keys of this one then. Whole warp. */
+template <cache_share SHARE> struct scheduler_share {
+    const params &p;
+    shared_memory &smem;
+    cached_walk<SHARE> keys{p, smem};
+
+    /* Does the producer want a work tile? Lanes may see its arrival at different times, so the first lane decides for
+     * all. Otherwise some lanes would load while others give out the tile. */
+    DEVICE bool is_wanted(u32 parity) const {
+        return __shfl_sync(0xffffffffu, mbarrier_test(&smem.tile_wanted, parity), 0);
+    }
+    /* Loads the rest of the work tile before. Then loads keys of the work tile just found, until the next one is
+     * wanted. NOTE: one loop does both, so that the instructions of a load are there once. */
+    DEVICE void load_until_wanted(const tile &found, u32 parity) {
+        bool has_begun = false;
+#pragma unroll 1
+        for (;;) {
+            if (!has_begun && !keys.has_next()) keys.begin(found), has_begun = true;
+            if (!keys.has_next() || (has_begun && is_wanted(parity))) break;
+            keys.load_next();
         }
     }
 };

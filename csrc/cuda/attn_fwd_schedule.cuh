@@ -47,8 +47,10 @@ constexpr bool SPLITS_SOFTMAX = O_WAIT == O_WAIT_AMID_EXP;
 constexpr bool Q_EARLY = WGS < 3 && Q_STAGES > 1;
 /* Q has one place. The place of the first K is free before it, so K is loaded first. */
 constexpr bool K_FIRST = Q_STAGES == 1;
-/* Arrivals at the mbarrier of a stage of K. Each lane of the two warps that copy single keys arrives. */
-constexpr u32 K_ARRIVALS = SINGLE_KEYS ? 2 * 32 : 1;
+/* Two warps copy single keys of K, and two of V. Each of their lanes arrives for its own copies. */
+constexpr u32 COPYING_LANES = 2 * 32;
+/* Arrivals at the mbarrier of a full stage of K. A thread that loads by TMA arrives once. */
+constexpr u32 K_ARRIVALS = SINGLE_KEYS ? COPYING_LANES : 1;
 /* Consumers may be two work tiles behind the scheduler, so two more slots are needed. */
 constexpr int TILE_SLOTS = Q_STAGES + 2;
 /* Each consumer warp notes this many failed work tiles until the scheduler reads them. Fewer tiles are on their way. */

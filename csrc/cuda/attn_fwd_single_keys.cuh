@@ -2,9 +2,10 @@
  * pages hold no multiple of 8 keys, warps copy rows by cp.async, 16 bytes a lane, and swizzle them themselves.
  *
  * ROW_LANES neighbouring lanes have one row of a chunk. A lane looks up the place of one key in 32, and hands it to the
- * lanes that copy this key through shared memory. The warps share their schedulers with consumers, so an instruction
- * takes 7 to 12 clocks, and each one counts. Most of all those of K do, whose stage becomes free while the consumers
- * compute exponentials. So two warps copy K, and one copies V. */
+ * lanes that copy this key through shared memory. A warp that copies shares a quarter of its SM with consumer warps. So
+ * an instruction takes 7 to 12 clocks, and each one counts. Most of all those of K do, whose stage becomes free while
+ * the consumers compute exponentials. So the producer and another warp copy half of K each. A third warp copies most of
+ * V. V is needed one step after K, so the scheduler warp copies the rest of V while no work tile is wanted. */
 #ifndef FA_ATTN_FWD_SINGLE_KEYS_CUH
 #define FA_ATTN_FWD_SINGLE_KEYS_CUH
 
@@ -14,8 +15,12 @@
 /* A copy is one instruction of a warp for each chunk. A batch knows all its addresses before its first copy. So no copy
  * waits for the one before. */
 constexpr int ROW_LANES = ROW_BYTES / 16, ROWS_AT_ONCE = 32 / ROW_LANES;
-constexpr int COPIES = BLOCK_KV / ROWS_AT_ONCE, BATCH = 4;
-constexpr int COPIES_OF_PRODUCER = (COPIES / 2 + BATCH - 1) / BATCH * BATCH; /* of K; another warp has the rest */
+constexpr int COPIES = BLOCK_KV / ROWS_AT_ONCE, BATCH = 4, BATCHES = COPIES / BATCH;
+/* The copies of each warp, in whole batches. The scheduler warp has REST_OF_V. It finds work tiles, too, so it has at
+ * most three eighths of V, but at least one batch. */
+constexpr int REST_OF_K_COPIES = BATCHES / 2 * BATCH, OF_K_COPIES = COPIES - REST_OF_K_COPIES;
+constexpr int REST_OF_V_COPIES = (BATCHES > 2 ? BATCHES * 3 / 8 : 1) * BATCH, OF_V_COPIES = COPIES - REST_OF_V_COPIES;
+static_assert(!SINGLE_KEYS || (COPIES % BATCH == 0 && BATCHES >= 2), "each warp copies something of K or V");
 
 /* Copies [BEGIN, END) of each key tile of K or V, which has COLUMNS columns in CHUNKS chunks. This lane knows the keys
  * lane, lane + 32 and so on. */

@@ -13,6 +13,9 @@
  *            <--tile_wanted--          --k_full[stage]--> consumers: S = Q K^T           --k_empty[stage]-->
  *                                      --v_full[stage]--> consumers: O += P V            --v_empty[stage]-->
  *
+ * Keys of a cache that TMA cannot load together are copied one by one. Four warps do so, and the scheduler is one of
+ * them (attn_fwd_single_keys.cuh).
+ *
  * The pipelines run on across work tiles. While one work tile ends, Q and the keys of the next one arrive. Its O is
  * stored while the first scores of the next work tile are computed.
  *
@@ -73,7 +76,7 @@ constexpr int CONSUMER_REGS = SINGLE_KEYS ? (CTAS == 2 ? 200 : 224)
  * work tile has begun, so the next Q needs a place of its own. */
 constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && Q_STAGES > 1 && !LONGEST_FIRST && BLOCK_KV > 64;
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
-constexpr u32 V_ARRIVALS = SINGLE_KEYS ? 32 : 1;
+constexpr u32 V_ARRIVALS = SINGLE_KEYS ? COPYING_LANES : 1; /* as K_ARRIVALS */
 /* The distance between chunks of columns of V. */
 constexpr int V_LEADING_BYTES = BLOCK_KV * ROW_BYTES;
 constexpr bool WAITS_FOR_STORES = O_BY_TMA;
@@ -419,7 +422,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
         if (CACHE ? warp == 0 : threadIdx.x == 0) producer{p, smem}.run();
-        if (warp == 1) schedule_tiles(p, smem);
+        if (!SINGLE_KEYS && warp == 1) schedule_tiles(p, smem, no_share());
+        if (SINGLE_KEYS && warp == 1) schedule_tiles(p, smem, scheduler_share<REST_OF_V>{p, smem});
         if (CACHE && warp == 2) second_producer<OF_V>{p, smem}.run();
         if (SINGLE_KEYS && warp == 3) second_producer<REST_OF_K>{p, smem}.run();
     } else {

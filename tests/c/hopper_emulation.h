@@ -87,8 +87,10 @@ static void wait_mbarrier(u64 *barrier, u32 parity) {
     }
 }
 
+/* Other threads may run before, so lanes of a warp may get different answers. */
 static bool mbarrier_test(u64 *barrier, u32 parity) {
     maybe_run_copy();
+    if (random_bits() % 4 == 0) emulated_yield(true);
     return mbarrier_at(barrier).phase % 2 != parity;
 }
 
