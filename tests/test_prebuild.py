@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+from pathlib import Path
 
 import flash_attn_2_cuda
 import fresh_python
@@ -12,6 +14,7 @@ import flash_attn
 from flash_attn import flash_attn_with_kvcache, prebuild_call
 from flash_attn._variants import choose
 
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
 NAME = re.compile(
     r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+"
     r"(_causal|_local)?(_varlen)?(_score)?(_cache(?:_single)?)?(_dropout)?(_alibi)?"
@@ -32,6 +35,15 @@ ANY = re.compile(
     r"|attn_bwd_dq_sm80_(bf16|fp16)_d(32|48|64|96|128|160|192|256)_q\d+kv\d+w\d+(g2)?|flex_blocks|flex_lists"
     r"|flex_exact_sums|sinks_grad|max_logits"
 )
+
+
+def test_no_kernel_lists_a_file_twice():
+    """NVRTC would refuse it. The compiler expands the macros of the lists."""
+    table = CSRC / "plan" / "kernel_table.c"
+    text = subprocess.check_output(["gcc", "-E", "-P", "-I", CSRC, table], text=True)
+    lists = [re.findall(r'"([^"]+)"', files) for files in re.findall(r"\.files = \(+const char[^{]*\{(.*?)\}", text)]
+    assert len(lists) == len(re.findall(r"\.files = ", table.read_text()))
+    assert all(len(files) == len(set(files)) for files in lists)
 
 
 def test_every_kernel_has_a_name_and_a_row():

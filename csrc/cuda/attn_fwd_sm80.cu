@@ -167,18 +167,16 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
 #if CACHE
     const auto loader_of = [&](const fa_cuda_view &kv) { return cached_key_loader(kv, head_kv, shared.places_of(0)); };
     const place_finder places = {p, s, first_of(0), shared};
-    /* Puts the places of a tile, and asks for the next tile's pages. */
+    const auto ask_for_pages = [&](int tile) {
+        if ((int)threadIdx.x < BLOCK_KV && walk.exists(tile)) places.ask(tile);
+    };
     const auto put_places = [&](int tile) {
         if ((int)threadIdx.x < BLOCK_KV && walk.exists(tile)) places.put(tile);
-        if ((int)threadIdx.x < BLOCK_KV && walk.exists(tile + 1)) places.ask(tile + 1);
-        cp_async_commit_group();
     };
-    if ((int)threadIdx.x < BLOCK_KV && walk.exists(0)) places.ask(0);
-    for (int tile = 0; tile < 2; tile++) {
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
-        put_places(tile);
-    }
+    ask_for_pages(0), ask_for_pages(1), ask_for_pages(2);
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    put_places(0), put_places(1);
     __syncthreads();
 #else
     const auto loader_of = [&](const fa_cuda_view &kv) {
@@ -186,7 +184,7 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                               (long long)(s.kv_row + first_of(0)) * kv.stride_row + head_kv * kv.stride_h,
                           kv.stride_row);
     };
-    const auto put_places = [](int) {};
+    const auto ask_for_pages = [](int) {}, put_places = [](int) {};
 #endif
     auto next_k = loader_of(p.k), next_v = loader_of(p.v);
     const int num_own = key_loader::num_own(keys.end - first_of(0), p.d);
@@ -281,6 +279,7 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             constexpr bool IS_PLAIN = decltype(kind)::value;
             const bool has_next = walk.exists(step + 1);
             wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the last step */
+            ask_for_pages(step + 3); /* together with the tiles that this step loads */
             if (SPLIT > 1 && !STORES_EARLY && (IS_PLAIN || has_probs)) store_weights(p_rows, probs, own_key);
             /* Plain steps load K and V piece by piece beside products. */
             constexpr int NUM = key_loader::NUM, S_PARTS = K_STEPS * N / 2, PV_PARTS = BLOCK_KV / 16 * OWN_COLUMNS / 2;
@@ -321,7 +320,7 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 is_usual = is_usual && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
             }
             if (TRIES_FIRST ? is_usual : sees) make_scores(kind, load_beside_s);
-            put_places(step + 2); /* behind the loads, which wait for no page number */
+            put_places(step + 2);
             if (STAGES == 1) {
                 if (SPLIT > 1) {
                     if (sees) {

@@ -315,7 +315,7 @@ static const fa_row quantize_rows[] = {
 
 const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_columns *)quantize_rows[row].columns; }
 
-/* A list of files, with NULL at its end. */
+/* A list of files, with NULL at its end. NVRTC refuses a list that names a file twice. */
 #define FILES(...)     ((const char *const[]){__VA_ARGS__, NULL})
 #define PROBLEM_FILES  "cuda_problem.h", "sinks_params.h", "division.h"
 #define MASK_FILES     "walk.cuh", "mask.cuh", "integers.cuh"
@@ -349,7 +349,8 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, PROBLEM_FILES),
+                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, "cuda_problem.h",
+                                    "sinks_params.h"),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_FLEX | FA_IN_BF16,
