@@ -164,7 +164,7 @@ DECODE_TILES = {
 @pytest.mark.parametrize(("capability", "is_small"), [(80, 0), (86, 1), (87, 0), (89, 1), (100, 0), (120, 1)])
 def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(plan, capability, is_small, d):
     for len_q, name in zip((1, 8, 9, 16, 17, 32), sorted(DECODE_TILES[d][is_small] * 2), strict=True):
-        kernel, *_, cluster = plan(capability=capability, d=d - 8, len_q=len_q).splitlines()[0].split()
+        kernel, *_, cluster = plan(capability=capability, d=d - 8, len_q=len_q, splits=2).splitlines()[0].split()
         assert kernel == f"attn_decode_sm80_bf16_d{d}_{name}" and cluster == "0"
     name = plan(capability=capability, d=d, pages=1, sms=108, splits=2).split()[0]
     assert name == f"attn_decode_sm80_bf16_d{d}_{DECODE_TILES[d][is_small][2]}"
@@ -173,7 +173,8 @@ def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(p
 @pytest.mark.parametrize(
     ("numbers", "kernel"),
     [
-        ({"used": 1}, "attn_fwd_sm80"),  # long queries over used keys
+        ({"used": 1}, "attn_decode_sm80"),  # 64 tiles of 128 queries would leave SMs idle
+        ({"used": 1, "b": 4}, "attn_fwd_sm80"),
         ({"used": 1, "len_q": 32}, "attn_decode_sm80"),
         ({"used": 1, "len_q": 32, "len_kv": 40}, "attn_decode_sm80"),
         ({"len_q": 32, "len_kv": 40}, "attn_fwd_sm80"),
@@ -195,7 +196,8 @@ def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(p
         ({"pages": 1, "b": 30, "len_q": 128}, "attn_fwd_sm80"),
         ({"pages": 1, "b": 30, "len_q": 128, "splits": 1}, "attn_fwd_sm80"),
         ({"pages": 1, "b": 30, "len_q": 128, "stride": 4}, "attn_fwd_any"),
-        ({"d": 256, "b": 30, "len_q": 32}, "attn_decode_sm80"),
+        ({"d": 256, "b": 30, "len_q": 16}, "attn_decode_sm80"),
+        ({"d": 256, "b": 30, "len_q": 32}, "attn_fwd_sm80"),  # two tiles of 32 rows
         ({"d": 256, "b": 60, "len_q": 64, "h": 2}, "attn_fwd_sm80"),  # two tiles of 32 rows
         ({"d": 192, "b": 60, "len_q": 64, "h": 2}, "attn_decode_sm80"),
     ],

@@ -169,9 +169,11 @@ static bool is_prompt_of_sm80(const fa_problem *p, const fa_machine *machine, co
         packed ? p->h * (p->total_q / other->block_q + p->b) * other->block_q : p->b * of_other;
     const double sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1, us_of_memory = fa_us_of_cache(p);
     const double us_of_work = cost * (double)rows / sms * (double)keys * us_of_row;
+    /* Above 128 columns warps without rows leave their SM to the others. */
+    const double filled = p->d > 128 && p->len_q <= other->block_q / 2 ? 0.65 : 1;
     const double least_rows = (fa_fwd_sm80_row(other->gpu.row)->ctas > 1 ? 1.5 : 1) * other->block_q;
     const double rows_of_sm = (double)rows_of_other / sms;
-    const double us_of_other = (rows_of_sm > least_rows ? rows_of_sm : least_rows) * (double)keys * us_of_row;
+    const double us_of_other = (rows_of_sm > least_rows ? rows_of_sm : least_rows) * filled * (double)keys * us_of_row;
     return us_of_other < US_START + (us_of_work > us_of_memory ? us_of_work : us_of_memory);
 }
 
@@ -204,10 +206,8 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
     const int64_t rows = p->len_q * (p->h / p->h_kv);
-    /* Before Hopper attn_fwd_sm80 takes long queries over the used keys of tensors. */
     const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
-                           (p->seqused_k && !packed && (id == FA_DECODE_SM90 || rows <= MANY_ROWS)) ||
-                           (packed && !p->cu_seqlens_k);
+                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
     const extent cache = {p->paged               ? p->num_pages
                           : packed_keys          ? 1
