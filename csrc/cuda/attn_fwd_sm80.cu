@@ -184,7 +184,8 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                               (long long)(s.kv_row + first_of(0)) * kv.stride_row + head_kv * kv.stride_h,
                           kv.stride_row);
     };
-    const auto ask_for_pages = [](int) {}, put_places = [](int) {};
+    const auto ask_for_pages = [](int) {};
+    const auto put_places = [](int) {};
 #endif
     auto next_k = loader_of(p.k), next_v = loader_of(p.v);
     const int num_own = key_loader::num_own(keys.end - first_of(0), p.d);
