@@ -2,8 +2,8 @@
  *
  * Thread i of a CTA finds the place of key i of each key tile, and gives it to all threads through shared memory. The
  * threads that load K or V read the place of a row there, which takes one instruction. A page number comes from memory,
- * so it is asked for one step before it becomes a place, and this happens one step before K is loaded. No step waits for
- * a page number longer than for its tiles, and no register keeps anything from step to step:
+ * so it is asked for one step before it becomes a place, and this happens one step before K is loaded. No step waits
+ * for a page number longer than for its tiles, and no register keeps anything from step to step:
  *
  *   step i    barrier | ask for the pages of tile i+3 | load K of tile i+1, V of tile i-1, i or i+1 | S of tile i |
  *             places of tile i+2 | ..

@@ -150,10 +150,10 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
 }
 
 /* Would attn_fwd_sm80 compute the queries of a cache faster? Its tiles have 128 queries of one head, and most of them
- * may be empty. A tile of this kernel takes as long as `cost` times 64 of their rows, also if it has 32 rows. An SM that
- * has one of the other kernel's tiles instead of two takes 3/4 of the time of two (cuda/measurements/sm80.md, Prompts).
- * The choice for num_splits = 1 does not depend on the batch, unless the queries are packed: the host knows their mean
- * length only. */
+ * may be empty. A tile of this kernel takes as long as `cost` times 64 of their rows, also if it has 32 rows. An SM
+ * that has one of the other kernel's tiles instead of two takes 3/4 of the time of two (cuda/measurements/sm80.md,
+ * Prompts). The choice for num_splits = 1 does not depend on the batch, unless the queries are packed: the host knows
+ * their mean length only. */
 static bool is_prompt_of_sm80(const fa_problem *p, const fa_machine *machine, const fa_plan *plan,
                               const fa_plan *other) {
     enum { ROWS_OF_A_TILE = 64, US_START = 5 };
