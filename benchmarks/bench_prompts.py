@@ -7,10 +7,13 @@ query and a key that it sees.
     python benchmarks/bench_prompts.py
     python benchmarks/bench_prompts.py --fa3 PATH      and the library _C.so of FlashAttention-3, as xformers has it
     python benchmarks/bench_prompts.py --few           few queries over pages of 64 keys
+    python benchmarks/bench_prompts.py --before-hopper the kernels of GPUs before Hopper
 
+With --before-hopper "sm80" is what the planner chooses on such a GPU, in tiles for the shared memory of this one, and
+"generic" is attn_fwd_any.
 With --few "decode" is attn_decode_sm90, "forward" attn_fwd_sm90 and "one part" the latter with num_splits = 1, and
-"ours" is as the planner chooses. Writes prompts_<device>.csv, or few_queries_<device>.csv, to the folder --out and
-prints the table.
+"ours" is as the planner chooses. Writes prompts_<device>.csv, few_queries_<device>.csv or prompts_sm80_<device>.csv to
+the folder --out, and prints the table.
 """
 
 import argparse
@@ -93,6 +96,24 @@ def kernels_of(case, options):
     return found
 
 
+def kernels_before_hopper(case, options):
+    """{(kernel, layout): (call, plan of "sm80")}."""
+    q = randn(case.b, case.len_q, case.h, case.d)
+    found = {}
+    for kernel, words in (("sm80", "any,sm80"), ("generic", "any")):
+        for layout in LAYOUTS:
+            k, v, asked, where = cache_of(case, layout)
+            calls = {where: (flash_attn_with_kvcache, asked)}
+            if layout == "dense":
+                calls["keys"] = flash_attn_func, {"causal": True}
+            for name, (function, options_of_call) in calls.items():
+                whole = function, q, k, v
+                plan = by_kernels(words, lambda whole=whole, o=options_of_call: explain(*whole, **o))()
+                call = by_kernels(words, lambda whole=whole, o=options_of_call: whole[0](*whole[1:], **o))
+                found[kernel, name] = call, plan
+    return found
+
+
 def seen(len_q, len_kv):
     """Pairs of a head."""
     return sum(len_kv - len_q + 1 + i for i in range(len_q))
@@ -104,7 +125,7 @@ def run(options):
     for case in BENCH_FEW if options.few else BENCH_PROMPTS:
         if case.d not in options.dims or case.b not in options.batches:
             continue
-        kernels = few_queries_of(case, options) if options.few else kernels_of(case, options)
+        kernels = options.make(case, options)
         calls = ready({key: lambda call=call: call for key, (call, _) in kernels.items()})
         times, mhz = in_turns(calls, options.seconds, flush, rng)
         operations = 4 * case.b * case.h * case.d * seen(case.len_q, case.len_kv)
@@ -128,7 +149,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a problem together")
     parser.add_argument("--fa3", help="path of FlashAttention-3's library")
-    parser.add_argument("--few", action="store_true", help="few queries, in microseconds")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--few", action="store_true", help="few queries, in microseconds")
+    what.add_argument("--before-hopper", action="store_true", help="the kernels of GPUs before Hopper")
     kernels = ["ours", "generic", "decode", "forward", "one part"]
     parser.add_argument("--kernels", nargs="+", default=kernels, choices=kernels, help="beside FA3 (default: all)")
     dims, batches = (sorted({getattr(x, name) for x in BENCH_FEW + BENCH_PROMPTS}) for name in ("d", "b"))
@@ -139,7 +162,12 @@ if __name__ == "__main__":
     need_gpu()
     if options.fa3:
         torch.ops.load_library(options.fa3)
-    path = options.out / f"{'few_queries' if options.few else 'prompts'}_{machine()['device']}.csv"
+    name, options.make = "prompts", kernels_of
+    if options.few:
+        name, options.make = "few_queries", few_queries_of
+    if options.before_hopper:
+        name, options.make = "prompts_sm80", kernels_before_hopper
+    path = options.out / f"{name}_{machine()['device']}.csv"
     with torch.no_grad():
         for rows in run(options):
             save(rows, path, FEW_COLUMNS if options.few else COLUMNS, ("device", *PROBLEM))

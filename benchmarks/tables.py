@@ -295,10 +295,12 @@ def decode_turns(source):
     return grid(["batch x cache, heads, head_dim", *columns], body) + caption(name, rows, text)
 
 
-def prompts(source):
-    """TFLOPS of prompts over caches."""
-    name = "prompts_<device>.csv"
-    rows = rows_of(source, name)
+def prompts_of(name, kernel, other, words):
+    """A table of TFLOPS of prompts over caches, by one kernel, and by another in brackets."""
+    return lambda source: _prompts(rows_of(source, name), name, (kernel, other), words)
+
+
+def _prompts(rows, name, kernels, words):
     columns = {"keys": "contiguous keys", "dense": "dense cache"}
     columns |= {f"pages of {n}": f"pages of {n}" for n in (1, 16, 64, 256)}
     found = {}
@@ -310,11 +312,11 @@ def prompts(source):
         b, len_q, cache, h, h_kv, d = case
         cells = []
         for layout in columns:
-            of = [found.get((case, layout, kernel), "") for kernel in ("ours", "FA3")]
+            of = [found.get((case, layout, kernel), "") for kernel in kernels]
             cells.append(of[0] + (f" ({of[1]})" if of[1] else ""))
         body.append([f"{b} x {len_q} over {cache}, {h}/{h_kv}, {d}", *cells])
     header = ["sequences x queries over keys, heads, head_dim", *columns.values()]
-    return grid(header, body) + caption(name, rows, "TFLOPS of visible pairs in turns, FlashAttention-3 in brackets. ")
+    return grid(header, body) + caption(name, rows, f"TFLOPS of visible pairs in turns, {words} in brackets. ")
 
 
 def few_queries(source):
@@ -447,7 +449,8 @@ TABLES = {
     "beside": beside,
     "decode": decode,
     "decode, in turns": decode_turns,
-    "prompts": prompts,
+    "prompts": prompts_of("prompts_<device>.csv", "ours", "FA3", "FlashAttention-3"),
+    "prompts before Hopper": prompts_of("prompts_sm80_<device>.csv", "sm80", "generic", "the generic kernels"),
     "few queries": few_queries,
     "other shapes": shapes,
     "exactness": exactness,

@@ -13,7 +13,7 @@ def number_of(arch):
 def _is_common(name, own, number, generation):
     """Is the kernel common? On Hopper its own kernels without options are. Over caches those of causal prompts are, but
     not those that load single keys, and the kernel that combines parts of keys. Elsewhere the generic kernels are, and
-    those before Hopper without options.
+    those before Hopper without options and caches.
     Left out is what only the other package calls: flash_attn (generation 2) or flash_attn_3."""
     if number == 90 and re.fullmatch("combine_(bf16|fp16)", name):
         return True

@@ -14,7 +14,7 @@ import pytest
 import torch
 from compare import check, check_lse, largest, size_of_values
 from harness_cuda import copy_texts, module_in, no_hopper, poisoned_repeats
-from harness_kvcache import Cache, run
+from harness_kvcache import random_prompt, run
 from oracle import attention
 from poison import REPEATS
 
@@ -29,24 +29,6 @@ def only_the_forward():
     flash_attn_2_cuda.set_cuda_kernels("any,fwd_sm90")
     yield
     flash_attn_2_cuda.set_cuda_kernels(None)
-
-
-def random_prompt(seed):
-    """More than a tile of queries. TMA reads pages of multiples of 8 keys, or copies of others. Some end inside a key
-    tile."""
-    r = random.Random(seed)
-    b, len_new = r.randint(1, 4), r.choice((0, 0, 1, 70, 300))
-    h_kv, group = r.choice(((1, 4), (2, 1), (3, 2)))
-    len_q = len_new if len_new > 1 and r.random() < 0.7 else r.choice((64, 129, 200, 300))
-    capacity = r.choice((320, 500, 700))
-    page = r.choice((0, 0, 1, 5, 8, 12, 16, 24, 64, 80, 128, 256))
-    return Cache(
-        len_q, tuple(r.randint(0, capacity - len_new) for _ in range(b)), capacity, len_new, h_kv * group, h_kv,
-        r.choice((32, 64, 72, 96, 128, 192, 256)), r.choice(("bf16", "fp16")), page,
-        r.choice((0.0, 0.5, 1.0)) if len_new else 0.0, r.random() < 0.5, r.random() < 0.3,
-        r.random() < 0.3, r.random() < 0.6, r.choice(((-1, -1), (-1, -1), (100, -1), (30, 5))),
-        r.choice((0.0, 0.0, 7.0)), r.choice(("", "", "h", "bh")), r.choice((0, 1)), b,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(60))

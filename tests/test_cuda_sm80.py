@@ -1,13 +1,17 @@
 """The forward and the backward with the instructions of Ampere, on any GPU: the cases of the CPU kernels, the same
 oracle, the same tolerances. The generic kernels take the cases that they do not take."""
 
+import random
+from dataclasses import replace
+
 import flash_attn_2_cuda
 import pytest
 import torch
 from cases import BOTH, DENSE, PACKED, SQUARE, TILES, TINY, VALUES, WINDOWS, Case, each, in_dtypes, in_turns
 from harness_cuda import HALF, no_gpu, verify
+from harness_kvcache import random_prompt, run
 
-from flash_attn import explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn import explain, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flash_attn_interface import _flash_attn_backward
 
 pytestmark = pytest.mark.skipif(bool(no_gpu()), reason=no_gpu() or "a GPU is here")
@@ -181,3 +185,45 @@ def test_nan_stays_where_it_is_seen(d, what):
     assert all(grad[:, reached].isnan().any() for grad in grads[1])
     for before, after in zip(*grads, strict=True):
         torch.testing.assert_close(after[:, others], before[:, others], rtol=0.02, atol=0.02)
+
+
+@pytest.fixture
+def only_the_forward():
+    flash_attn_2_cuda.set_cuda_kernels("any,fwd_sm80")
+
+
+@pytest.mark.usefixtures("only_the_forward")
+@pytest.mark.parametrize("seed", range(100))
+def test_random_prompts_over_caches(seed):
+    """Tiles of all widths, also with few queries."""
+    r = random.Random(seed)
+    case = replace(random_prompt(seed), d=r.choice((*WIDTHS, 72)))
+    run(replace(case, len_q=r.choice((1, 5, 33))) if case.len_new == 0 and seed % 4 == 0 else case, "cuda")
+
+
+@pytest.mark.usefixtures("only_the_forward")
+@pytest.mark.parametrize("d", WIDTHS)
+@pytest.mark.parametrize("page", (1, 7, 16, 64, 300))
+def test_pages_give_the_bits_of_a_cache_without(d, page):
+    """So do rows of a cache in another order. Unused entries of the table name no page, and unused keys are NaN."""
+    torch.manual_seed(0)
+    b, capacity, used = 3, 600 // page * page, [333, 0, 600 // page * page]
+    q = torch.randn(b, 140, 4, d, device="cuda", dtype=torch.bfloat16)
+    dense = [torch.full((b, capacity, 2, d), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    pages = [torch.full((b * capacity // page, page, 2, d), float("nan"), device="cuda").bfloat16() for _ in range(2)]
+    table = torch.randperm(len(pages[0]), device="cuda").view(b, -1).to(torch.int32)
+    for x, y in zip(dense, pages, strict=True):
+        for i, n in enumerate(used):
+            x[i, :n] = torch.randn(n, 2, d)
+        y[table.flatten().long()] = x.view(-1, page, 2, d)
+    for i, n in enumerate(used):
+        table[i, -(-n // page) :] = 10**9
+    lengths = torch.tensor(used, dtype=torch.int32, device="cuda")
+    options = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
+    assert "_cache" in explain(flash_attn_with_kvcache, q, *pages, block_table=table, **options).kernel
+    of_pages = flash_attn_with_kvcache(q, *pages, block_table=table, **options)
+    rows = torch.tensor([2, 0, 1], dtype=torch.int32, device="cuda")
+    moved = [torch.empty_like(x).index_copy_(0, rows.long(), x) for x in dense]
+    of_rows = flash_attn_with_kvcache(q, *moved, cache_batch_idx=rows, **options)
+    assert of_pages[0].isfinite().all()
+    assert all(torch.equal(x, y) for x, y in zip(of_pages, of_rows, strict=True))

@@ -182,10 +182,12 @@ def test_each_task_before_hopper_is_a_tile_of_its_own(tmp_path):
         ({"stride": 4}, "with strides that are multiples of 8 elements"),
         ({"offset": 8}, "to start at multiples of 16 bytes"),
         ({"dtype": 2}, "it takes fp16 and bf16"),
-        ({"pages": 1, "stride": 4}, "it takes no pages, left padding, cache_batch_idx and new keys"),
-        ({"new": 3, "stride": 4}, "it takes no pages, left padding, cache_batch_idx and new keys"),
+        ({"pages": 1, "stride": 4}, "it wants the cache to start at a multiple of 16 bytes"),
+        ({"new": 3, "stride": 4}, "it wants the cache to start at a multiple of 16 bytes"),
+        ({"pages": 2, "k_batch": 2**15}, "it wants a KV cache whose k and v have the same strides"),
+        ({"pages": 9, "k_batch": 2**33, "v_batch": 2**33, "dropout": 0.5}, "it addresses up to 64 GiB"),
         ({"d_v": 64}, "it takes v with as many columns as k"),
-        ({"chunk": 7}, "it has no attention_chunk"),
+        ({"qv": 1}, "it takes no qv"),
         ({"h": 0}, "it wants a query head"),
         ({"masks": 1}, "it takes no mod and no block mask"),
     ],
@@ -205,6 +207,13 @@ def test_the_forward_before_hopper_serves_masks_scores_and_dropout(plan):
         ({"alibi": 1, "right": 0}, "_score"),
         ({"dropout": 0.5, "scale": 0}, "_score_dropout"),
         ({"scale": 1e31}, "_score"),
+        ({"pages": 1, "b": 9}, "_cache"),
+        ({"chunk": 7}, "_cache"),
+        ({"used_q": 1, "packed": 1}, "_cache"),
+        ({"new": 3, "softcap": 1, "dropout": 0.5}, "_score_cache_dropout"),
+        ({"pages": 1, "packed": 1, "dropout": 0.5}, "_cache_dropout"),
+        ({"packed_q": 1, "dropout": 0.5}, "_cache_dropout"),  # beside a cache that is not packed
+        ({"pages": 2, "k_batch": 2**16, "v_batch": 2**16, "leftpad": 1, "dropout": 0.5}, "_cache_dropout"),
     ):
         assert plan(capability=80, **options).split()[0] == f"attn_fwd_sm80_bf16_d128_q128kv32s2{name}"
 
@@ -220,7 +229,8 @@ def test_kernels_before_hopper_are_built_ahead_where_a_plan_takes_them(plan, cap
     planned = set()
     for d in (32, 48, 64, 80, 96, 112, 128, 160, 192, 256):
         for dtype in (0, 1):
-            for numbers in ({"len_q": 300}, {"pass": 1}, *({"used": 1, "len_q": n} for n in (8, 16, 32))):
+            few = ({"used": 1, "len_q": n} for n in (8, 16, 32))
+            for numbers in ({"len_q": 300}, {"pass": 1}, {"pages": 1, "len_q": 300, "b": 9}, *few):
                 planned.add(plan(capability=capability, d=d, dtype=dtype, **numbers).split()[0])
     planned = {name for name in planned if "_sm80_" in name}
     planned |= {name.replace("attn_bwd_", "attn_bwd_dq_") for name in planned if "_bwd_" in name}
@@ -307,11 +317,11 @@ def test_order_of_the_forward(plan, numbers, group_heads, is_dynamic, ctas):
             "attn_fwd_any_bf16_d128_q128kv64",
             "it wants pages of a multiple of 8 keys, or pages within 64 GiB",
         ),
-        ({"pages": 8, "leftpad": 1}, "attn_fwd_any_bf16_d128_q128kv64", "no left padding beside a block table"),
-        ({"packed_k": 1, "used": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3", "no lengths beside dense queries"),
+        ({"pages": 8, "leftpad": 1}, "attn_fwd_sm80_bf16_d128_q128kv32s2_cache", "no left padding beside a block"),
+        ({"packed_k": 1, "used": 1}, "attn_fwd_sm80_bf16_d128_q128kv32s2_cache", "no lengths beside dense queries"),
         (
             {"packed_k": 1, "leftpad": 1},
-            "attn_fwd_any_bf16_d128_q128kv64_of3",
+            "attn_fwd_sm80_bf16_d128_q128kv32s2_cache",
             "of packed keys it takes no left padding",
         ),
         ({"pages": 8, "page": 2**30}, "attn_fwd_any_bf16_d128_q128kv64", "it counts keys of a KV cache up to 2^30"),
@@ -388,8 +398,8 @@ def test_every_row_and_every_kernel_that_is_ruled_out_has_a_reason(plan):
 @pytest.mark.parametrize(
     ("numbers", "kernel"),
     [
-        ({"chunk": 7}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
-        ({"used_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"chunk": 7, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
+        ({"used_q": 1, "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32_of3"),
         ({"packed_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64_of3"),
         ({"empty": "-inf"}, "attn_fwd_sm80_bf16_d128_q128kv32s2"),
         ({"empty": "-inf", "dtype": 2}, "attn_fwd_any_fp32_d128_q128kv32"),
@@ -414,7 +424,7 @@ def test_generic_kernels_take_what_flash_attn_3_adds(plan, numbers, kernel):
         ({"chunk": 7}, "attn_fwd_sm90_bf16_d128_q128kv128_local"),
         ({"chunk": 7, "right": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_local"),
         ({"used_q": 1, "packed": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_varlen"),
-        ({"used_q": 1}, "attn_fwd_any_bf16_d128_q128kv64_of3"),  # dense
+        ({"used_q": 1}, "attn_fwd_sm80_bf16_d128_q128kv32s2_cache"),  # dense
         ({"empty": "-inf"}, "attn_fwd_sm90_bf16_d128_q128kv128"),
         ({"empty": "-inf", "len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
         ({"chunk": 7, "len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),

@@ -117,7 +117,8 @@ def test_keys_are_not_cut_where_parts_cannot_be_combined(plan):
         ({"new": 3, "right": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_causal_cache"),
         ({"used": 1, "len_q": 300, "alibi": 1}, "attn_fwd_sm90_bf16_d128_q128kv128_score_cache"),
         ({"len_q": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q16"),
-        ({"leftpad": 1, "packed": 1}, "attn_decode_sm90_bf16_d128_q64"),
+        ({"leftpad": 1, "packed": 1}, "attn_fwd_sm80_bf16_d128_q128kv32s2_cache"),
+        ({"leftpad": 1, "packed": 1, "splits": 2}, "attn_decode_sm90_bf16_d128_q64"),
         ({"len_q": 1, "dropout": 0.5}, "attn_fwd_sm90_bf16_d128_q128kv128_dropout"),
         ({"len_q": 1, "stride": 4}, "attn_fwd_any_bf16_d128_q128kv64"),
         ({"len_q": 1, "softcap": 1001}, "attn_fwd_sm80_bf16_d128_q128kv32s2_score"),
@@ -163,34 +164,40 @@ DECODE_TILES = {
 @pytest.mark.parametrize(("capability", "is_small"), [(80, 0), (86, 1), (87, 0), (89, 1), (100, 0), (120, 1)])
 def test_the_decode_before_hopper_takes_tiles_for_which_there_is_shared_memory(plan, capability, is_small, d):
     for len_q, name in zip((1, 8, 9, 16, 17, 32), sorted(DECODE_TILES[d][is_small] * 2), strict=True):
-        kernel, *_, cluster = plan(capability=capability, d=d - 8, len_q=len_q).splitlines()[0].split()
+        kernel, *_, cluster = plan(capability=capability, d=d - 8, len_q=len_q, splits=2).splitlines()[0].split()
         assert kernel == f"attn_decode_sm80_bf16_d{d}_{name}" and cluster == "0"
-    name = plan(capability=capability, d=d, pages=1, sms=108).split()[0]
+    name = plan(capability=capability, d=d, pages=1, sms=108, splits=2).split()[0]
     assert name == f"attn_decode_sm80_bf16_d{d}_{DECODE_TILES[d][is_small][2]}"
 
 
 @pytest.mark.parametrize(
     ("numbers", "kernel"),
     [
-        ({"used": 1}, "attn_fwd_sm80"),  # long queries over used keys
+        ({"used": 1}, "attn_decode_sm80"),  # 64 tiles of 128 queries would leave SMs idle
+        ({"used": 1, "b": 4}, "attn_fwd_sm80"),
         ({"used": 1, "len_q": 32}, "attn_decode_sm80"),
         ({"used": 1, "len_q": 32, "len_kv": 40}, "attn_decode_sm80"),
         ({"len_q": 32, "len_kv": 40}, "attn_fwd_sm80"),
         ({"used": 1, "leftpad": 1}, "attn_decode_sm80"),
         ({"used": 1, "rows": 3}, "attn_decode_sm80"),
         ({"used": 1, "new": 1}, "attn_decode_sm80"),
-        ({"pages": 1, "packed": 1}, "attn_decode_sm80"),
+        ({"pages": 1, "packed": 1}, "attn_fwd_sm80"),
+        ({"pages": 1, "cols": 128, "packed": 1, "b": 30, "len_q": 60}, "attn_decode_sm80"),
+        ({"pages": 1, "cols": 128, "packed": 1, "b": 30, "len_q": 100}, "attn_fwd_sm80"),
         ({"packed_q": 1}, "attn_decode_sm80"),  # beside a cache that is not packed
-        ({"pages": 1, "softcap": 1001}, "attn_fwd_any"),
-        ({"pages": 1, "alibi": 1, "left": 5, "softcap": 9}, "attn_decode_sm80"),
+        ({"pages": 1, "softcap": 1001}, "attn_fwd_sm80"),
+        ({"pages": 1, "stride": 4}, "attn_fwd_any"),
+        ({"pages": 1, "alibi": 1, "left": 5, "softcap": 9}, "attn_fwd_sm80"),
         ({"pages": 1, "d_v": 64}, "attn_fwd_any"),
-        ({"pages": 1, "b": 3}, "attn_fwd_any"),  # 96 tiles of 128 queries for 108 SMs; 64 with two sequences
-        ({"pages": 1, "b": 3, "packed": 1}, "attn_decode_sm80"),  # only the GPU knows their lengths
+        ({"pages": 1, "b": 3}, "attn_fwd_sm80"),
         ({"pages": 1, "b": 3, "splits": 2}, "attn_decode_sm80"),
         ({"pages": 1, "b": 30, "len_q": 32}, "attn_decode_sm80"),  # one tile of 64 rows
-        ({"pages": 1, "b": 30, "len_q": 65}, "attn_decode_sm80"),  # tiles of 128 queries would be half empty
-        ({"pages": 1, "b": 30, "len_q": 128}, "attn_fwd_any"),
-        ({"d": 256, "b": 30, "len_q": 32}, "attn_decode_sm80"),
+        ({"pages": 1, "b": 30, "len_q": 65}, "attn_fwd_sm80"),  # two tiles of 64 rows beside one of 128
+        ({"pages": 1, "b": 30, "len_q": 128}, "attn_fwd_sm80"),
+        ({"pages": 1, "b": 30, "len_q": 128, "splits": 1}, "attn_fwd_sm80"),
+        ({"pages": 1, "b": 30, "len_q": 128, "stride": 4}, "attn_fwd_any"),
+        ({"d": 256, "b": 30, "len_q": 16}, "attn_decode_sm80"),
+        ({"d": 256, "b": 30, "len_q": 32}, "attn_fwd_sm80"),  # two tiles of 32 rows
         ({"d": 256, "b": 60, "len_q": 64, "h": 2}, "attn_fwd_sm80"),  # two tiles of 32 rows
         ({"d": 192, "b": 60, "len_q": 64, "h": 2}, "attn_decode_sm80"),
     ],

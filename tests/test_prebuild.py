@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+from pathlib import Path
 
 import flash_attn_2_cuda
 import fresh_python
@@ -12,6 +14,7 @@ import flash_attn
 from flash_attn import flash_attn_with_kvcache, prebuild_call
 from flash_attn._variants import choose
 
+CSRC = Path(__file__).resolve().parents[1] / "csrc"
 NAME = re.compile(
     r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+"
     r"(_causal|_local)?(_varlen)?(_score)?(_cache(?:_single)?)?(_dropout)?(_alibi)?"
@@ -26,12 +29,21 @@ ANY = re.compile(
     r"(attn_fwd_any|attn_bwd_any|attn_delta_any|attn_probs_any|kvcache|combine|sinks|bias_shift|quantize)"
     r"_(bf16|fp16|fp32|e4m3(?=.*_of3))(?:(?<=quantize_....)_(?:plain|rotated)(?:_12)?)?"
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?((?<=delta_any_...._of3)_flex)?"
-    r"|attn_fwd_sm80_(bf16|fp16)_d(32|48|64|80|96|112|128|160|192|256)_q\d+kv\d+s\dr?(_score)?(_dropout)?"
+    r"|attn_fwd_sm80_(bf16|fp16)_d(32|48|64|80|96|112|128|160|192|256)_q\d+kv\d+s\dr?(_score)?(_cache)?(_dropout)?"
     r"|attn_decode_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+t\ds\d"
     r"|attn_bwd_sm80_(bf16|fp16)_d(32|48|64|96|128|160|192|256)_q\d+kv\d+w\d+(g2)?(_score)?(_dropout)?"
     r"|attn_bwd_dq_sm80_(bf16|fp16)_d(32|48|64|96|128|160|192|256)_q\d+kv\d+w\d+(g2)?|flex_blocks|flex_lists"
     r"|flex_exact_sums|sinks_grad|max_logits"
 )
+
+
+def test_no_kernel_lists_a_file_twice():
+    """NVRTC would refuse it. The compiler expands the macros of the lists."""
+    table = CSRC / "plan" / "kernel_table.c"
+    text = subprocess.check_output(["gcc", "-E", "-P", "-I", CSRC, table], text=True)
+    lists = [re.findall(r'"([^"]+)"', files) for files in re.findall(r"\.files = \(+const char[^{]*\{(.*?)\}", text)]
+    assert len(lists) == len(re.findall(r"\.files = ", table.read_text()))
+    assert all(len(files) == len(set(files)) for files in lists)
 
 
 def test_every_kernel_has_a_name_and_a_row():
@@ -50,7 +62,7 @@ def test_every_kernel_has_a_name_and_a_row():
         + 4
         + 2 * 11 * (4 + 1)
         + 5 * (4 + 1)
-        + 2 * 19 * 4
+        + 2 * 19 * 8
         + 2 * 16
     )
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]

@@ -36,8 +36,8 @@
  *
  * Specification: ../cpu/reference.c. */
 #define F32         0
-#define OF_3        0
-#define READS_CACHE (!SHORT_ENDS) /* never: a row says whether the text knows that */
+#define OF_3        CACHE
+#define READS_CACHE (CACHE || !SHORT_ENDS) /* never without CACHE: a row says whether the text knows that */
 #define SWIZZLES    (SPLIT == 2 && STAGES == 2)
 
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS, BLOCKS times 16 query rows that SPLIT warps share,
@@ -45,8 +45,8 @@
  * when P V is added (LATE). It gives how many loads run AHEAD of products, and the CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(SPLIT) || \
     !defined(STAGES) || !defined(Q_REGS) || !defined(LANE_REGS) || !defined(LATE) || !defined(AHEAD) ||   \
-    !defined(SHORT_ENDS) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
-#error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
+    !defined(SHORT_ENDS) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT) || !defined(CACHE)
+#error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT, CACHE: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_fwd_sm80
@@ -58,6 +58,7 @@
 #include "sinks.cuh"
 #include "task_order.cuh"
 #include "attn_fwd_sm80_softmax.cuh"
+#include "attn_fwd_sm80_cache.cuh"
 
 /* ---- kinds of steps -------------------------------------------------------------------------------------------- */
 
@@ -163,13 +164,30 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
 
     /* The last keys come first. They have the mask of the diagonal, and often the largest scores. */
     const auto first_of = [&](int step) { return walk.first(walk.num - 1 - step); };
-    /* No problem of this kernel has pages. */
+#if CACHE
+    const auto loader_of = [&](const fa_cuda_view &kv) { return cached_key_loader(kv, head_kv, shared.places_of(0)); };
+    const place_finder places = {p, s, first_of(0), shared};
+    const auto ask_for_pages = [&](int tile) {
+        if ((int)threadIdx.x < BLOCK_KV && walk.exists(tile)) places.ask(tile);
+    };
+    const auto put_places = [&](int tile) {
+        if ((int)threadIdx.x < BLOCK_KV && walk.exists(tile)) places.put(tile);
+    };
+    ask_for_pages(0), ask_for_pages(1), ask_for_pages(2);
+    cp_async_commit_group();
+    cp_async_wait_group<0>();
+    put_places(0), put_places(1);
+    __syncthreads();
+#else
     const auto loader_of = [&](const fa_cuda_view &kv) {
         return key_loader((const factor *)kv.data + s.kv_batch * kv.stride_b +
                               (long long)(s.kv_row + first_of(0)) * kv.stride_row + head_kv * kv.stride_h,
                           kv.stride_row);
     };
-    key_loader next_k = loader_of(p.k), next_v = loader_of(p.v);
+    const auto ask_for_pages = [](int) {};
+    const auto put_places = [](int) {};
+#endif
+    auto next_k = loader_of(p.k), next_v = loader_of(p.v);
     const int num_own = key_loader::num_own(keys.end - first_of(0), p.d);
     /* Addresses in shared memory. Without pins ptxas would compute them anew in each step. */
     const u32 base = uniform(smem_address(&shared)), own_piece = pinned(key_loader::piece_of(base));
@@ -195,11 +213,11 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
         return LANE_REGS ? keys_of_0 + (address(tile) - base) : in_keys(address(tile));
     };
     const auto load_k = [&](int step) {
-        if (walk.exists(step)) next_k.load(own_piece + k_place(step), p.k.stride_row, num_own + step * BLOCK_KV);
+        if (walk.exists(step)) next_k.load(own_piece + k_place(step), p.k.stride_row, num_own + step * BLOCK_KV, step);
     };
     const auto load_v = [&](int step) {
         if (step >= 0 && walk.exists(step))
-            next_v.load(own_piece + v_place(step), p.v.stride_row, num_own + step * BLOCK_KV);
+            next_v.load(own_piece + v_place(step), p.v.stride_row, num_own + step * BLOCK_KV, step);
     };
     if (walk.exists(0)) {
         load_rows<BLOCK_Q>(Q_REGS ? shared.q_once : shared.q,
@@ -262,6 +280,7 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             constexpr bool IS_PLAIN = decltype(kind)::value;
             const bool has_next = walk.exists(step + 1);
             wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the last step */
+            ask_for_pages(step + 3); /* together with the tiles that this step loads */
             if (SPLIT > 1 && !STORES_EARLY && (IS_PLAIN || has_probs)) store_weights(p_rows, probs, own_key);
             /* Plain steps load K and V piece by piece beside products. */
             constexpr int NUM = key_loader::NUM, S_PARTS = K_STEPS * N / 2, PV_PARTS = BLOCK_KV / 16 * OWN_COLUMNS / 2;
@@ -271,10 +290,12 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 for (int j = 0; j < ALL; j++)
                     if (IS_PLAIN && i == place_of_load(j, ALL, S_PARTS)) {
                         if (STAGES == 2 && j < NUM)
-                            next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own, has_next);
+                            next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own, has_next,
+                                              step + 1);
                         else
                             next_v.load_piece(j % NUM, own_piece + v_place(STAGES == 1 ? v_step : v_step + 1),
-                                              p.v.stride_row, num_own, STAGES == 1 || IS_LATE || has_next);
+                                              p.v.stride_row, num_own, STAGES == 1 || IS_LATE || has_next,
+                                              STAGES == 1 ? v_step : v_step + 1);
                     }
                 if (IS_PLAIN && i == S_PARTS - 1) cp_async_commit_group();
             };
@@ -282,7 +303,8 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
 #pragma unroll
                 for (int j = 0; j < NUM; j++)
                     if (IS_PLAIN && STAGES == 1 && i == place_of_load(j, NUM, PV_PARTS))
-                        next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own, has_next);
+                        next_k.load_piece(j, own_piece + k_place(step + 1), p.k.stride_row, num_own, has_next,
+                                          step + 1);
                 if (IS_PLAIN && STAGES == 1 && i == PV_PARTS - 1) cp_async_commit_group();
             };
             if (!IS_PLAIN) {
@@ -299,6 +321,7 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
                 is_usual = is_usual && sees && (!IS_LATE || has_probs) && !is_exact && !has_large;
             }
             if (TRIES_FIRST ? is_usual : sees) make_scores(kind, load_beside_s);
+            put_places(step + 2);
             if (STAGES == 1) {
                 if (SPLIT > 1) {
                     if (sees) {

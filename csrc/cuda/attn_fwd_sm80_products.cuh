@@ -88,7 +88,7 @@ DEVICE void add_seen_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *ro
 #pragma unroll
         for (int r = 0; r < 2 * BLOCKS; r++) {
             const int own = 8 * r + lane() / 4, i = row + own, key = first + j;
-            if (i >= s.len_q || key < first_key_of_window(p, s, i) || key >= end_key_of_window(p, s, i)) continue;
+            if (i >= s.len_q || key < first_key(p, s, i) || key >= end_key(p, s, i)) continue;
             const float weight = cvt_f32(rows[own * P_PITCH + swizzled(own, j)]);
 #pragma unroll
             for (int c = 0; c < OWN_COLUMNS; c++) {

@@ -28,7 +28,17 @@ static_assert(STAGES == 1 || (STAGES == 2 && (IS_LATE || !Q_REGS)), "the first V
 
 constexpr int STATE = 16 / BYTES; /* a row has four floats beside its Q */
 
-struct shared_memory {
+/* The places of the keys of a cache, in a ring of key tiles (attn_fwd_sm80_cache.cuh). */
+constexpr int PLACE_TILES = FA_PLACE_TILES_SM80(STAGES);
+template <bool HAS_PLACES> struct places_of_keys {
+    DEVICE u32 *places_of(int) { return nullptr; }
+};
+template <> struct places_of_keys<true> {
+    alignas(128) u32 places[PLACE_TILES * BLOCK_KV];
+    DEVICE u32 *places_of(int tile) { return places + (u32)tile % PLACE_TILES * BLOCK_KV; }
+};
+
+struct shared_memory : places_of_keys<CACHE> {
     factor k[STAGES][BLOCK_KV * PITCH];
     union {
         factor v[STAGES][BLOCK_KV * PITCH];
@@ -57,12 +67,12 @@ struct key_loader : tile_loader<BLOCK_KV> {
     using tile_loader::tile_loader;
 
     /* If all rows exist, num_own only says whether the thread's columns do. */
-    DEVICE void load(u32 to, long long stride, int num_own) {
+    DEVICE void load(u32 to, long long stride, int num_own, int) {
         load_rows(to, stride, num_own);
         from -= BLOCK_KV * stride;
     }
     /* Does the same for piece i of NUM, where all rows exist, or the whole tile does not. */
-    DEVICE void load_piece(int i, u32 to, long long stride, int num_own, bool exists) {
+    DEVICE void load_piece(int i, u32 to, long long stride, int num_own, bool exists, int) {
         load_piece_if(exists, i, to, stride, num_own > NONE + (1 << 29));
         if (i == NUM - 1) from -= BLOCK_KV * stride;
     }

@@ -4,6 +4,7 @@
 #ifndef FA_CUDA_PROBLEM_H
 #define FA_CUDA_PROBLEM_H
 
+#include "division.h"
 #include "sinks_params.h"
 
 /* [b, row, h, d]; packed: stride_b = 0; a paged cache: stride_b from page to page. data NULL: absent. */
@@ -77,6 +78,11 @@ typedef struct {
      * lse of its own. */
     int num_parts;
     float *part_o, *part_lse; /* [part, b, h, row, d_v] and [part, b, h, row] */
+
+    fa_division by_page_size;
 } fa_cuda_problem;
+
+/* attn_fwd_sm80 keeps the places of the keys of so many key tiles of a cache in shared memory, of 4 bytes each. */
+#define FA_PLACE_TILES_SM80(stages) ((stages) == 1 ? 8 : 4)
 
 #endif

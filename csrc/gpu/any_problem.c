@@ -1,6 +1,7 @@
 /* Describes a problem in the terms of the generic kernels. */
 #include "any_problem.h"
 
+#include "division.h"
 #include "launch.h"
 #include "mods.h"
 #include "plan/gpu_problem.h"
@@ -116,6 +117,7 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
         .cu_seqlens_k_new = p->cu_seqlens_k_new,
         .seqlens_rotary = p->seqlens_rotary,
         .rotary_e4m3 = p->rotary_dtype == FA_E4M3,
+        .by_page_size = fa_division_by(p->page_size > 0 ? (unsigned)p->page_size : 1),
         .total_new = p->total_new > 0 ? (int)p->total_new : INT32_MAX,
     };
     if (p->num_pages == 0) a.block_table_cols = 0; /* there is no key to read */

@@ -1,5 +1,6 @@
-/* Launches attn_fwd_sm80. */
+/* Launches attn_fwd_sm80. Before, new keys are appended to a cache, and queries are rotated. */
 #include "any_problem.h"
+#include "append.h"
 #include "launch.h"
 #include "launchers.h"
 
@@ -7,6 +8,14 @@ fa_status fa_cuda_fwd_sm80(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
     const bool packed = p->cu_seqlens_q != NULL;
     fa_cuda_problem a = fa_cuda_problem_of(call);
+    if (p->k_new.data || p->rotary_cos) {
+        const fa_status appended = fa_cuda_append(call, call->workspace, err);
+        if (appended != FA_OK) return appended;
+    }
+    if (p->rotary_cos) {
+        const long long row = p->h * p->d;
+        a.q = (fa_cuda_view){call->workspace, packed ? 0 : p->len_q * row, row, p->d};
+    }
     a.num_tiles = fa_count_tiles(p->len_q, p->total_q, packed, call->plan->block_q);
     a.group_heads = call->plan->gpu.group_heads;
     const int64_t num_tasks = (p->b + packed) * p->h * a.num_tiles;

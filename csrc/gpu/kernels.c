@@ -247,7 +247,7 @@ static fa_status check_shared_memory(const fa_driver *driver, fa_variant variant
  * after the first. A library that was loaded only in part would fail at every later launch. */
 static fa_status load(const fa_driver *driver, fa_variant variant, const char *name, const fa_blob *cubin,
                       const fa_gpu *gpu, CUkernel *kernel, fa_error *err) {
-    const int shared_bytes = fa_families[variant.family].rows[variant.row].shared_bytes;
+    const int shared_bytes = fa_variant_shared_bytes(variant);
     char attempt[FA_VARIANT_NAME_BYTES + 32];
     CUlibrary library;
     CUfunction function;

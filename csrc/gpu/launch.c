@@ -53,7 +53,7 @@ fa_status fa_cuda_launch(const fa_cuda_call *call, fa_variant variant, fa_launch
         .block_x = launch.threads,
         .block_y = 1,
         .block_z = 1,
-        .shared_bytes = (unsigned)fa_families[variant.family].rows[variant.row].shared_bytes,
+        .shared_bytes = (unsigned)fa_variant_shared_bytes(variant),
         .stream = call->stream,
         .attributes = attributes,
         .num_attributes = num,

@@ -149,10 +149,39 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
     return us_of_other < us_beside + most + (us_of_work + us_of_memory - most) / 3;
 }
 
-/* Would other kernels compute the queries faster? Their tiles have 128 queries of one head, which read the keys fewer
- * times. They are slower if most rows of their tiles would be empty, or if their tiles would not fill the GPU. A tile
- * of this kernel takes as long as 64 of their rows, also if it has 32 rows (cuda/measurements/sm80.md, Prompts). For
- * num_splits = 1 only the rows count, because the choice must not depend on the batch. */
+/* Would attn_fwd_sm80 compute the queries of a cache faster? Its tiles have 128 queries of one head, and most of them
+ * may be empty. A tile of this kernel takes as long as `cost` times 64 of their rows, also if it has 32 rows. An SM
+ * that has one of the other kernel's tiles instead of two takes 3/4 of the time of two (cuda/measurements/sm80.md,
+ * Prompts). The choice for num_splits = 1 does not depend on the batch, unless the queries are packed: the host knows
+ * their mean length only. */
+static bool is_prompt_of_sm80(const fa_problem *p, const fa_machine *machine, const fa_plan *plan,
+                              const fa_plan *other) {
+    enum { ROWS_OF_A_TILE = 64, US_START = 5 };
+    const double cost = p->d <= 64 ? 2.3 : p->d <= 128 ? 1.9 : 1.6, us_of_row = 1.6e-6 * (double)p->d; /* for a key */
+    if (p->num_splits > 1) return false;
+    const bool packed = p->cu_seqlens_q != NULL;
+    const int64_t group = p->h / p->h_kv, keys = fa_cache_pages_of(p).capacity, block_q = plan->block_q;
+    const int64_t of_sequence = p->h_kv * ceil_div(p->len_q * group, block_q) * ROWS_OF_A_TILE,
+                  of_other = p->h * ceil_div(p->len_q, other->block_q) * other->block_q;
+    if (p->num_splits == 1 && !packed) return (double)of_other < cost * (double)of_sequence;
+    const int64_t rows = packed ? p->h_kv * (p->total_q * group / block_q + p->b) * ROWS_OF_A_TILE : p->b * of_sequence;
+    const int64_t rows_of_other =
+        packed ? p->h * (p->total_q / other->block_q + p->b) * other->block_q : p->b * of_other;
+    const double sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1, us_of_memory = fa_us_of_cache(p);
+    const double us_of_work = cost * (double)rows / sms * (double)keys * us_of_row;
+    /* Above 128 columns warps without rows leave their SM to the others. */
+    const double filled = p->d > 128 && p->len_q <= other->block_q / 2 ? 0.65 : 1;
+    const double least_rows = (fa_fwd_sm80_row(other->gpu.row)->ctas > 1 ? 1.5 : 1) * other->block_q;
+    const double rows_of_sm = (double)rows_of_other / sms;
+    const double us_of_other = (rows_of_sm > least_rows ? rows_of_sm : least_rows) * filled * (double)keys * us_of_row;
+    return us_of_other < US_START + (us_of_work > us_of_memory ? us_of_work : us_of_memory);
+}
+
+/* Would other kernels compute the queries faster? The tiles of the generic kernels have 128 queries of one head, which
+ * read the keys fewer times. They are slower if most rows of their tiles would be empty, or if their tiles would not
+ * fill the GPU. A tile of this kernel takes as long as 64 of their rows, also if it has 32 rows
+ * (cuda/measurements/sm80.md, Prompts). For num_splits = 1 only the rows count, because the choice must not depend on
+ * the batch. */
 static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_id id, const fa_plan *plan) {
     enum { QUERIES = 128, ROWS_OF_A_TILE = 64 };
     const int64_t rows = p->len_q * (p->h / p->h_kv), others = p->h * ceil_div(p->len_q, QUERIES);
@@ -165,6 +194,9 @@ static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_
         return true;
     }
     if (reads_pages) return false;
+    fa_plan other = {.num_splits = 1};
+    if (rows > plan->block_q && fa_allows_kernel(machine, "attn_fwd_sm80") && !fa_plan_fwd_sm80(p, machine, &other))
+        return is_prompt_of_sm80(p, machine, plan, &other);
     return p->num_splits <= 1 && !p->cu_seqlens_q && rows > plan->block_q &&
            others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
            (p->num_splits == 1 || p->b * others * 4 >= (int64_t)machine->gpu_sms * 3);
@@ -174,10 +206,8 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
     const int64_t rows = p->len_q * (p->h / p->h_kv);
-    /* Before Hopper attn_fwd_sm80 takes long queries over the used keys of tensors. */
     const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
-                           (p->seqused_k && !packed && (id == FA_DECODE_SM90 || rows <= MANY_ROWS)) ||
-                           (packed && !p->cu_seqlens_k);
+                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
     const extent cache = {p->paged               ? p->num_pages
                           : packed_keys          ? 1

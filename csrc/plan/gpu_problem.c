@@ -365,6 +365,28 @@ const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
     return NULL;
 }
 
+bool fa_wants_cache_of_sm80(const fa_problem *p) {
+    return p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data || p->len_new > 0 || p->rotary_cos ||
+           fa_why_not_of_3(p, 0);
+}
+
+const char *fa_why_not_cache_of_sm80(const fa_problem *p) {
+    enum { MOST = 1 << 30 };
+    const bool is_packed = p->cu_seqlens_k && !p->paged;
+    const fa_cache_pages of_cache = fa_cache_pages_of(p),
+                         pages = is_packed ? (fa_cache_pages){1, p->total_kv, p->total_kv} : of_cache;
+    NEEDS(pages.num > 0 && pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
+              p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,
+          "it counts keys of a KV cache up to 2^30, and wants one page");
+    NEEDS((pages.num == 1 || p->k.stride_b == p->v.stride_b) && (pages.size <= 1 || p->k.stride_row == p->v.stride_row),
+          "it wants a KV cache whose k and v have the same strides");
+    NEEDS(offsets_fit_32_bits(&p->k, pages), "it addresses up to 64 GiB of keys and of values");
+    NEEDS(fa_suits_tma(p, &p->k, pages.num, pages.size, p->h_kv) &&
+              fa_suits_tma(p, &p->v, pages.num, pages.size, p->h_kv),
+          "it wants the cache to start at a multiple of 16 bytes, with strides that are multiples of 8 elements");
+    return NULL;
+}
+
 bool fa_allows_kernel(const fa_machine *machine, const char *name) {
     const char *words = machine->gpu_kernels; /* separated by commas */
     if (!words) return true;
@@ -430,8 +452,14 @@ bool fa_row_fits_sm(fa_family_id id, int row, int capability) {
     return r.ctas * (r.shared_bytes + FA_RESERVED_BYTES) <= fa_shared_bytes_of_sm(capability);
 }
 
+bool fa_has_room_for_places(int row, unsigned features, int capability) {
+    const fa_variant variant = {FA_FWD_SM80, row, features, capability, 0, NULL};
+    return fa_variant_shared_bytes(variant) + FA_RESERVED_BYTES <= fa_shared_bytes_of_sm(capability);
+}
+
 bool fa_row_is_taken(fa_family_id id, int row, unsigned features, int capability) {
     if (!is_before_hopper(id)) return true;
+    if (id == FA_FWD_SM80 && !fa_has_room_for_places(row, features, capability)) return false;
     const row_before_hopper r = row_of(id, row);
     for (int i = 0; i < row; i++) {
         const row_before_hopper other = row_of(id, i);

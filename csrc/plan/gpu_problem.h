@@ -143,6 +143,11 @@ bool fa_loads_single_keys(const fa_problem *problem);
 /* Why can Hopper's forward not read the problem's KV cache? NULL: it can. */
 const char *fa_why_not_cache_of_sm90(const fa_problem *problem);
 
+/* Does attn_fwd_sm80 need its text for KV caches, which also knows what flash-attn 3 adds to lengths and to the mask?
+ * Why can that text not read the problem's keys? NULL: it can. */
+bool fa_wants_cache_of_sm80(const fa_problem *problem);
+const char *fa_why_not_cache_of_sm80(const fa_problem *problem);
+
 /* Does FLASH_ATTN_CUDA_KERNEL allow the kernel? Its name then contains one of the variable's words. */
 bool fa_allows_kernel(const fa_machine *machine, const char *name);
 
@@ -166,6 +171,10 @@ int fa_shared_bytes_of_sm(int capability);
 
 /* Has an SM shared memory for the CTAs of a row of a family before Hopper? */
 bool fa_row_fits_sm(fa_family_id family, int row, int capability);
+
+/* Beside a cache attn_fwd_sm80 keeps the places of keys in shared memory. Has an SM room for them in a CTA of the row?
+ * Where rows suit two CTAs, there may then be one. */
+bool fa_has_room_for_places(int row, unsigned features, int capability);
 
 /* Does a plan on a GPU of this compute capability ever take the row for these features? Rows before Hopper compete if
  * they have as many columns, and in decode as many warps_q. Plans take the first of them that fits an SM. */

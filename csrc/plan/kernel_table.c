@@ -153,7 +153,7 @@ static const fa_row fwd_sm80_rows[] = {
 #define FA_FWD_TILE_SM80(d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, short_ends, ctas) \
     {"attn_fwd_sm80_d" #d "_q" TEXT(ROWS_OF_##warps##x##blocks##x##split) "kv" #kv "s" #stages Q_REGS_##q_regs, \
      {d, kv, warps, blocks, split, stages, q_regs, lane_regs, late, ahead, short_ends, ctas},                   \
-     FA_SCORE | FA_DROPOUT,                                                                                     \
+     FA_SCORE | FA_DROPOUT | FA_CACHE,                                                                          \
      SHARED(d, 16 * (warps) * (blocks) / (split), kv, stages, q_regs, split)},
 #include "cuda/tiles.def"
 };
@@ -315,9 +315,9 @@ static const fa_row quantize_rows[] = {
 
 const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_columns *)quantize_rows[row].columns; }
 
-/* A list of files, with NULL at its end. */
+/* A list of files, with NULL at its end. NVRTC refuses a list that names a file twice. */
 #define FILES(...)     ((const char *const[]){__VA_ARGS__, NULL})
-#define PROBLEM_FILES  "cuda_problem.h", "sinks_params.h"
+#define PROBLEM_FILES  "cuda_problem.h", "sinks_params.h", "division.h"
 #define MASK_FILES     "walk.cuh", "mask.cuh", "integers.cuh"
 #define SCORE_FILES    "score.cuh", MASK_FILES
 #define PTX_FILES      "ptx_cluster.cuh", "ptx_launch.cuh", "ptx_sm80.cuh", "element.cuh"
@@ -349,7 +349,8 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, PROBLEM_FILES),
+                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, "cuda_problem.h",
+                                    "sinks_params.h"),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_FLEX | FA_IN_BF16,
@@ -423,12 +424,13 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .num_rows = NUM_ROWS(delta_any_rows),
                       .chooses = delta_any_chooses},
     [FA_FWD_SM80] = {.name = "attn_fwd_sm80",
-                     .files = FILES("attn_fwd_sm80.cu", "attn_fwd_sm80_tiles.cuh", "attn_fwd_sm80_products.cuh",
-                                    "attn_fwd_sm80_softmax.cuh", "tile_sm80.cuh", "rows_any.cuh", "quads.cuh",
-                                    "sinks.cuh", "task_order.cuh", TILE_ANY_FILES),
+                     .files =
+                         FILES("attn_fwd_sm80.cu", "attn_fwd_sm80_tiles.cuh", "attn_fwd_sm80_products.cuh",
+                               "attn_fwd_sm80_softmax.cuh", "attn_fwd_sm80_cache.cuh", "division.cuh", "tile_sm80.cuh",
+                               "rows_any.cuh", "quads.cuh", "sinks.cuh", "task_order.cuh", TILE_ANY_FILES),
                      .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "SPLIT", "STAGES", "Q_REGS", "LANE_REGS",
                                  "LATE", "AHEAD", "SHORT_ENDS", "CTAS"},
-                     .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
+                     .knows = FA_SCORE | FA_DROPOUT | FA_CACHE | FA_IN_BF16,
                      .rows = fwd_sm80_rows,
                      .num_rows = NUM_ROWS(fwd_sm80_rows),
                      .chooses = always_chooses},
@@ -560,6 +562,13 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                         .num_rows = NUM_ROWS(decode_sm80_rows),
                         .chooses = always_chooses},
 };
+
+int fa_variant_shared_bytes(fa_variant v) {
+    const int of_row = fa_families[v.family].rows[v.row].shared_bytes;
+    if (v.family != FA_FWD_SM80 || !(v.features & FA_CACHE)) return of_row;
+    const fa_fwd_sm80_columns *t = fa_fwd_sm80_row(v.row);
+    return of_row + FA_PLACE_TILES_SM80(t->stages) * 4 * t->block_kv;
+}
 
 bool fa_variant_is_chosen(fa_variant v) {
     if ((int)v.family < 0 || v.family >= FA_NUM_FAMILIES) return false;

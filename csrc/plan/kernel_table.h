@@ -75,7 +75,7 @@ typedef struct {
     const char *name; /* attn_fwd_sm90_d128_q128kv128: the family's name, then the shape */
     int columns[FA_MAX_COLUMNS];
     unsigned serves;  /* the features that the row serves */
-    int shared_bytes; /* bytes of dynamic shared memory */
+    int shared_bytes; /* bytes of dynamic shared memory (fa_variant_shared_bytes) */
 } fa_row;
 
 typedef struct {
@@ -172,6 +172,9 @@ typedef struct {
 
 #define FA_VARIANT_NAME_BYTES FA_KERNEL_NAME_BYTES
 void fa_variant_name(fa_variant variant, char name[FA_VARIANT_NAME_BYTES]);
+
+/* Bytes of dynamic shared memory. Beside a cache attn_fwd_sm80 needs more than its row says. */
+int fa_variant_shared_bytes(fa_variant variant);
 
 /* Does a plan ever choose this variant? The answer is false too if the row or the features make no sense, and for
  * variants with a user's functions. */
