@@ -176,8 +176,9 @@ def test_no_hazards_before_hopper_where_arrivals_wait(tmp_path):
     check_all(BEFORE_HOPPER, tmp_path, PROGRAM, "any,sm80")
 
 
-def test_no_hazards_in_caches_before_hopper():
-    check_all(WITH_CACHES, Path(flash_attn_2_cuda.__file__).parent, PROGRAM_WITH_CACHES, "any,sm80")
+@pytest.mark.parametrize("kernels", ("any,sm80", "any,fwd_sm80"))
+def test_no_hazards_in_caches_before_hopper(kernels):
+    check_all(WITH_CACHES, Path(flash_attn_2_cuda.__file__).parent, PROGRAM_WITH_CACHES, kernels)
 
 
 def test_racecheck_sees_the_kernels():

@@ -280,6 +280,7 @@ DEVICE bool attend(const fa_cuda_problem &p, shared_memory &shared, const sequen
             constexpr bool IS_PLAIN = decltype(kind)::value;
             const bool has_next = walk.exists(step + 1);
             wait_for_tiles<0>(); /* K has come, and V if there are two stages. All warps have finished the last step */
+            if (IS_PLAIN) next_k.begin(step + 1), next_v.begin(STAGES == 1 ? v_step : v_step + 1);
             ask_for_pages(step + 3); /* together with the tiles that this step loads */
             if (SPLIT > 1 && !STORES_EARLY && (IS_PLAIN || has_probs)) store_weights(p_rows, probs, own_key);
             /* Plain steps load K and V piece by piece beside products. */

@@ -47,24 +47,31 @@ struct place_finder {
     }
 };
 
-/* Loads the key tiles of K or V, whose places are known. */
+/* Loads the key tiles of K or V, whose places are known. NOTE: the compiler moves no load of a place above a cp.async.
+ * So places are read before the cp.async that comes before their own. */
 struct cached_key_loader : tile_loader<BLOCK_KV> {
     const u32 *places; /* of the thread's first row */
+    u32 next = 0;      /* the place of the next piece */
 
     DEVICE cached_key_loader(const fa_cuda_view &kv, int head_kv, const u32 *places)
         : tile_loader((const factor *)kv.data + head_kv * kv.stride_h, 0), places(places + top()) {}
 
-    DEVICE const factor *row(int i, int tile) const {
-        return from + (u64)places[(u32)tile % PLACE_TILES * BLOCK_KV + i * STEP] * 8;
-    }
+    DEVICE u32 place_of(int i, int tile) const { return places[(u32)tile % PLACE_TILES * BLOCK_KV + i * STEP]; }
     DEVICE void load(u32 to, long long, int num_own, int tile) {
+        u32 from_places[NUM];
+#pragma unroll
+        for (int i = 0; i < NUM; i++) from_places[i] = place_of(i, tile);
         if (LANES == PIECES || left() < HEAD_DIM)
 #pragma unroll
-            for (int i = 0; i < NUM; i++) cp_async_16(to + i * STEP * PITCH * BYTES, row(i, tile), i * STEP < num_own);
+            for (int i = 0; i < NUM; i++)
+                cp_async_16(to + i * STEP * PITCH * BYTES, from + (u64)from_places[i] * 8, i * STEP < num_own);
     }
+    /* Before the pieces of a tile. */
+    DEVICE void begin(int tile) { next = place_of(0, tile); }
     DEVICE void load_piece(int i, u32 to, long long, int num_own, bool exists, int tile) {
-        cp_async_16_if((LANES == PIECES || left() < HEAD_DIM) && exists, to + i * STEP * PITCH * BYTES, row(i, tile),
-                       num_own > NONE + (1 << 29));
+        cp_async_16_if((LANES == PIECES || left() < HEAD_DIM) && exists, to + i * STEP * PITCH * BYTES,
+                       from + (u64)next * 8, num_own > NONE + (1 << 29));
+        if (i + 1 < NUM) next = place_of(i + 1, tile);
     }
 };
 

@@ -71,6 +71,7 @@ struct key_loader : tile_loader<BLOCK_KV> {
         load_rows(to, stride, num_own);
         from -= BLOCK_KV * stride;
     }
+    DEVICE void begin(int) {}
     /* Does the same for piece i of NUM, where all rows exist, or the whole tile does not. */
     DEVICE void load_piece(int i, u32 to, long long stride, int num_own, bool exists, int) {
         load_piece_if(exists, i, to, stride, num_own > NONE + (1 << 29));
