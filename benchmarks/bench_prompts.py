@@ -153,12 +153,17 @@ if __name__ == "__main__":
     what.add_argument("--few", action="store_true", help="few queries, in microseconds")
     what.add_argument("--before-hopper", action="store_true", help="the kernels of GPUs before Hopper")
     kernels = ["ours", "generic", "decode", "forward", "one part"]
-    parser.add_argument("--kernels", nargs="+", default=kernels, choices=kernels, help="beside FA3 (default: all)")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=kernels, help="beside FA3 (default: all); not with --before-hopper"
+    )
     dims, batches = (sorted({getattr(x, name) for x in BENCH_FEW + BENCH_PROMPTS}) for name in ("d", "b"))
     parser.add_argument("--dims", type=int, nargs="+", default=dims)
     parser.add_argument("--batches", type=int, nargs="+", default=batches)
     add_out(parser)
     options = parser.parse_args()
+    if options.before_hopper and (options.fa3 or options.kernels):
+        parser.error("--before-hopper has kernels of its own: leave out --fa3 and --kernels")
+    options.kernels = options.kernels or kernels
     need_gpu()
     if options.fa3:
         torch.ops.load_library(options.fa3)

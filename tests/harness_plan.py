@@ -52,7 +52,8 @@ int main(int argc, char **argv) {
         SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset)
         SET("stride_h", stride_h) SET("stride_b", stride_b) SET("k_batch", k_batch) SET("v_batch", v_batch)
         SET("new", p.len_new) SET("page", p.page_size) SET("cols", p.block_table_cols)
-        SET("rotary", p.rotary_dim) SET("b", p.b) SET("h", p.h) SET("h_kv", p.h_kv) SET("len_kv", p.len_kv)
+        SET("rotary", p.rotary_dim) SET("rotary_rows", p.rotary_rows)
+        SET("b", p.b) SET("h", p.h) SET("h_kv", p.h_kv) SET("len_kv", p.len_kv)
         SET("splits", p.num_splits) SET("margin", p.sm_margin) SET("chunk", p.attention_chunk) SET("empty", p.empty_lse)
         if (strncmp(name, "used_q=", 7) == 0) p.seqused_q = offsets;
         if (strncmp(name, "packed_q=", 9) == 0) p.cu_seqlens_q = offsets;

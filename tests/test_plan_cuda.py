@@ -186,6 +186,8 @@ def test_each_task_before_hopper_is_a_tile_of_its_own(tmp_path):
         ({"new": 3, "stride": 4}, "it wants the cache to start at a multiple of 16 bytes"),
         ({"pages": 2, "k_batch": 2**15}, "it wants a KV cache whose k and v have the same strides"),
         ({"pages": 9, "k_batch": 2**33, "v_batch": 2**33, "dropout": 0.5}, "it addresses up to 64 GiB"),
+        ({"leftpad": 1, "b": 1, "k_batch": 2**21, "dropout": 0.5}, "whose k and v have the same strides"),
+        ({"b": 2**20, "h": 4096}, "the problem has more heads than 2^31"),
         ({"d_v": 64}, "it takes v with as many columns as k"),
         ({"qv": 1}, "it takes no qv"),
         ({"h": 0}, "it wants a query head"),
@@ -463,6 +465,13 @@ def test_hopper_kernels_take_what_flash_attn_3_adds(plan, numbers, kernel):
 )
 def test_generic_kernels_name_what_they_do_not_take(plan, numbers, words):
     assert words in plan(capability=80, **numbers)
+
+
+@pytest.mark.parametrize("more", ({"len_q": 1}, {"dropout": 0.5}, {"capability": 90}), ids=str)
+def test_no_kernel_takes_rotary_tables_that_it_cannot_count(plan, more):
+    numbers = {"capability": 80, "new": 3, "rotary": 64, **more}
+    assert plan(**numbers, rotary_rows=2**31 - 1).startswith("attn_")
+    assert plan(**numbers, rotary_rows=2**31).startswith("flash_attn: no kernel takes this call")
 
 
 @pytest.mark.parametrize("more", ({}, {"pass": 1}, {"len_q": 1}, {"packed": 1}), ids=str)

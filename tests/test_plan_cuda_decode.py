@@ -140,6 +140,14 @@ def test_few_queries_and_caches(plan, numbers, kernel):
         assert 0 < int(workspace) < 64 << 20
 
 
+@pytest.mark.parametrize("strides", ({}, {"v_batch": 2**20}), ids=str)
+def test_one_split_of_a_dense_cache_does_not_depend_on_the_batch(plan, strides):
+    """One row of a cache whose k and v have other strides is no exception."""
+    for len_q in (1, 17, 64, 128, 512):
+        numbers = {"capability": 80, "sms": 132, "leftpad": 1, "len_q": len_q, "len_kv": 4096, "splits": 1, **strides}
+        assert len({plan(**numbers, h=16, h_kv=4, b=b).split()[0] for b in (1, 2, 8, 64)}) == 1
+
+
 @pytest.mark.parametrize("d", (64, 128, 256))
 @pytest.mark.parametrize("page", (12, 64))
 @pytest.mark.parametrize("capability", (80, 90))

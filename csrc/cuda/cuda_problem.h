@@ -79,7 +79,7 @@ typedef struct {
     int num_parts;
     float *part_o, *part_lse; /* [part, b, h, row, d_v] and [part, b, h, row] */
 
-    fa_division by_page_size;
+    fa_division by_page_size; /* attn_fwd_sm80 alone divides so */
 } fa_cuda_problem;
 
 /* attn_fwd_sm80 keeps the places of the keys of so many key tiles of a cache in shared memory, of 4 bytes each. */

@@ -24,10 +24,10 @@ static bool is_aligned(const fa_view *t, extent size) {
 
 /* The kernel addresses a cache in pieces of 16 bytes, with 32 bits. */
 static bool fits_32_bits(const fa_view *t, extent size) {
-    int64_t last = 0;
-    if (size.batches > 1) last += (size.batches - 1) * t->stride_b;
-    if (size.rows > 1) last += (size.rows - 1) * t->stride_row;
-    if (size.heads > 1) last += (size.heads - 1) * t->stride_h;
+    double last = 0;
+    if (size.batches > 1) last += (double)(size.batches - 1) * (double)t->stride_b;
+    if (size.rows > 1) last += (double)(size.rows - 1) * (double)t->stride_row;
+    if (size.heads > 1) last += (double)(size.heads - 1) * (double)t->stride_h;
     return t->stride_b >= 0 && t->stride_row >= 0 && t->stride_h >= 0 && last / 8 < UINT32_MAX;
 }
 
@@ -228,6 +228,7 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     NEEDS(p->dropout_p == 0 && !p->s_dmask, "it has no dropout");
     NEEDS(has_cache || (rows <= MANY_ROWS && p->len_kv >= MANY_KEYS), "it is for few queries over many keys");
     NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
+    NEEDS(p->rotary_rows <= INT32_MAX, "it counts rows of the rotary tables up to 2^31");
     NEEDS(is_aligned(&p->q, queries) && is_aligned(&p->k, cache) && is_aligned(&p->v, cache) &&
               (!p->o.data || is_aligned(&p->o, queries)),
           "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");

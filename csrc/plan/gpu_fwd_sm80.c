@@ -19,6 +19,7 @@ const char *fa_plan_fwd_sm80(const fa_problem *p, const fa_machine *machine, fa_
           "it wants q, k, v and out to start at multiples of 16 bytes, with strides that are multiples of 8 elements");
     NEEDS(wants_cache ? p->len_q <= 1 << 30 && p->total_q <= 1 << 30 : fa_counts_in_32_bits(p, packed),
           "the problem has more rows than 2^30");
+    NEEDS((double)(p->b + packed) * (double)p->h < INT32_MAX, "the problem has more heads than 2^31");
 
     const fa_family *family = &fa_families[FA_FWD_SM80];
     const int row = fa_first_row_of_sm80(p, machine, FA_FWD_SM80);

@@ -357,7 +357,7 @@ const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
     NEEDS(!fa_loads_single_keys(p) || (offsets_fit_32_bits(&p->k, pages) && offsets_fit_32_bits(&p->v, pages)),
           "it wants pages of a multiple of 8 keys, or pages within 64 GiB");
     NEEDS(pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
-              p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,
+              p->total_new < INT32_MAX && p->cache_rows < INT32_MAX && p->rotary_rows <= INT32_MAX,
           "it counts keys of a KV cache up to 2^30");
     NEEDS(fa_suits_tma(p, &p->k, pages.num, pages.size, p->h_kv) &&
               fa_suits_tma(p, &p->v, pages.num, pages.size, p->h_kv),
@@ -375,10 +375,13 @@ const char *fa_why_not_cache_of_sm80(const fa_problem *p) {
     const bool is_packed = p->cu_seqlens_k && !p->paged;
     const fa_cache_pages of_cache = fa_cache_pages_of(p),
                          pages = is_packed ? (fa_cache_pages){1, p->total_kv, p->total_kv} : of_cache;
-    NEEDS(pages.num > 0 && pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
-              p->total_new < INT32_MAX && p->cache_rows < INT32_MAX,
-          "it counts keys of a KV cache up to 2^30, and wants one page");
-    NEEDS((pages.num == 1 || p->k.stride_b == p->v.stride_b) && (pages.size <= 1 || p->k.stride_row == p->v.stride_row),
+    /* With num_splits = 1 the choice must not depend on the batch, which is the number of pages of a dense cache. */
+    const bool has_one_page = is_packed || (p->paged && pages.num == 1);
+    NEEDS(pages.num > 0, "the KV cache has no key");
+    NEEDS(pages.num < INT32_MAX && pages.size < MOST && pages.capacity < MOST && p->len_new < MOST &&
+              p->total_new < INT32_MAX && p->cache_rows < INT32_MAX && p->rotary_rows <= INT32_MAX,
+          "it counts keys of a KV cache up to 2^30");
+    NEEDS((has_one_page || p->k.stride_b == p->v.stride_b) && (pages.size <= 1 || p->k.stride_row == p->v.stride_row),
           "it wants a KV cache whose k and v have the same strides");
     NEEDS(offsets_fit_32_bits(&p->k, pages), "it addresses up to 64 GiB of keys and of values");
     NEEDS(fa_suits_tma(p, &p->k, pages.num, pages.size, p->h_kv) &&
