@@ -1,12 +1,15 @@
-"""The kernels' sources compile without costly spills, and wgmma stays asynchronous. The test needs nvcc, but no GPU.
+"""The kernels' sources compile without costly spills, and wgmma stays asynchronous. Its matrix descriptors come from
+uniform registers. The test needs nvcc, but no GPU.
 
-Every row of tiles.def is compiled once, with features that change from row to row. FLASH_ATTN_TEST_ALL_KERNELS=1
-compiles every kernel for every architecture that takes it, which are hundreds of kernels.
+Every row of tiles.def is compiled once, with features that change from row to row, and Hopper's rows for caches once
+more with a cache. FLASH_ATTN_TEST_ALL_KERNELS=1 compiles every kernel for every architecture that takes it, which are
+hundreds of kernels.
 """
 
 import os
 import re
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -34,6 +37,9 @@ def variants():
     for i, ((family, row), kernels) in enumerate(sorted(rows.items())):
         name, features, arch = kernels[i * 7 % len(kernels)]
         yield name, family, row, features, arch or ARCHS[i % len(ARCHS)]
+        cached = [x for x in kernels if x != kernels[i * 7 % len(kernels)] and x[0].endswith("_causal_cache")]
+        for name, features, arch in cached:
+            yield name, family, row, features, arch
 
 
 # ptxas runs the products of these one by one, because registers run out. What this costs was not measured.
@@ -64,6 +70,38 @@ def most_spilled(name, arch):
     return 128 if "any" in name and "_d256_" in name else 0
 
 
+def opcodes_of(cubin):
+    """The opcode of each instruction of a Hopper kernel. An instruction has 16 bytes, and its first 12 bits are the
+    opcode."""
+    begin, (size, num, names) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, begin + i * size) for i in range(num)]
+    for name, _, _, _, offset, length in sections:
+        if cubin.startswith(b".text.", sections[names][4] + name):
+            yield from (word & 0xFFF for word, _ in struct.iter_unpack("<QQ", cubin[offset : offset + length]))
+
+
+# HGMMA and QGMMA with A in shared memory or in registers; a move to a uniform register
+PRODUCTS, TO_UNIFORM = {0x9F0, 0xDF0, 0x9F3, 0xDF3}, 0x2CA
+
+
+def moves_of_longest_run(opcodes):
+    """How many moves stand in the longest run of products, which is the loop's. ptxas adds two moves to each product
+    whose descriptor it takes for a value that differs between threads. Such a kernel took up to 13% longer."""
+    NEAR = 60
+    runs, moves, distance = [], 0, NEAR
+    for opcode in opcodes:
+        distance += 1
+        moves += opcode == TO_UNIFORM
+        if opcode in PRODUCTS:
+            if distance >= NEAR:
+                runs.append([0, 0])
+                moves = 0
+            runs[-1][0] += 1
+            runs[-1][1] += moves
+            distance = moves = 0
+    return max(runs)[1] if runs else 0
+
+
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda variant: f"{variant[0]}-sm_{variant[-1]}")
 def test_kernel_compiles_clean(variant, tmp_path):
     file, options = flash_attn_2_cuda.cuda_kernel_source(*variant[1:])
@@ -75,3 +113,9 @@ def test_kernel_compiles_clean(variant, tmp_path):
     assert "warning" not in log and bool(re.search(r"\(C75\d\d\)", log)) == bool(SERIALIZED.fullmatch(variant[0])), log
     spilled = [int(stores) for stores in re.findall(r"(\d+) bytes spill stores", log)]
     assert spilled and max(spilled) <= most_spilled(variant[0], variant[-1]), log
+    if variant[-1] == 90:
+        opcodes = list(opcodes_of((tmp_path / "kernel.cubin").read_bytes()))
+        assert bool(PRODUCTS & set(opcodes)) == bool(re.match("attn_(fwd|bwd)_.*sm90", variant[0])), (
+            "opcodes are unknown"
+        )
+        assert moves_of_longest_run(opcodes) <= 4
