@@ -124,10 +124,11 @@ struct consumer_base {
     /* This also says that the warp has read the slot of the tile before. The scheduler may overwrite that slot. */
     DEVICE void release_q(which_tile which) {
         __syncwarp();
-        if (arrives) {
-            if (O_IN_Q) cp_async_bulk_wait_all_read();
-            mbarrier_arrive(&smem.q_empty[q_stage_of(which)]);
+        if (O_IN_Q) {
+            if (elect_one()) cp_async_bulk_wait_all_read();
+            __syncwarp();
         }
+        if (arrives) mbarrier_arrive(&smem.q_empty[q_stage_of(which)]);
     }
     DEVICE void wait_turn() {
         if (TURN) bar_sync(BAR_TURN + wg, 256);
@@ -341,7 +342,7 @@ template <class consumer> DEVICE void run(consumer &c) {
             c.skip_tile(command == COMPUTE);
         c.release_q(THIS_TILE);
     }
-    if (WAITS_FOR_STORES && c.is_leader) cp_async_bulk_wait_all_read(); /* Shared memory outlives its readers. */
+    if (WAITS_FOR_STORES && elect_one()) cp_async_bulk_wait_all_read(); /* Shared memory outlives its readers. */
     /* NOTE: where O does not leave by TMA, the warp must meet here all the same. Otherwise ptxas takes the ring positions
      * of kernels for caches for values that differ between threads, and each matrix descriptor comes from vector
      * registers. */

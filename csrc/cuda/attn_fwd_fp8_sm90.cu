@@ -53,6 +53,7 @@ constexpr int V_LEADING_BYTES = 0;
 /* NOTE: without TMA there is nothing to wait for. But without the wait ptxas takes the loop's matrix descriptors for
  * values that differ between threads. */
 constexpr bool WAITS_FOR_STORES = true;
+constexpr bool PRODUCER_IS_WARP = false;
 /* Options of the end of a work tile that 16 bits have (attn_fwd_sm90.cu). */
 constexpr bool CLOSES_EARLY = false, STORES_EARLY = false, WALKS_EARLY = false;
 /* A row block's Q is in registers during its work tile. Shared memory then has less to move in each step. */

@@ -73,7 +73,7 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
                          element::output *o_smem, int first_row, int row_block) {
     const int lane = threadIdx.x % 32;
     if (!O_IN_Q) {
-        if (lane == 0) cp_async_bulk_wait_all_read(); /* The last tile's store has left o_smem. */
+        if (elect_one()) cp_async_bulk_wait_all_read(); /* The last tile's store has left o_smem. */
         __syncwarp();
     }
     const u32 matrix_row = lane % 16, swizzle = (O_ROW_BYTES == 128 ? matrix_row : matrix_row / 2) % (O_ROW_BYTES / 16);
@@ -90,7 +90,7 @@ DEVICE void store_by_tma(const float (&O)[O_REGS], const float (&factor)[2], con
     }
     fence_proxy_async();
     __syncwarp();
-    if (lane == 0) {
+    if (elect_one()) {
 #pragma unroll
         for (int c = 0; c < O_CHUNKS; c++)
             cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * O_CHUNK, c * O_CHUNK, t.q_origin + first_row,
@@ -115,7 +115,7 @@ struct row_ends {
 DEVICE bool put_checked(const float (&O)[O_REGS], const row_ends &ends, element::output *o_smem) {
     const int lane = threadIdx.x % 32;
     if (!O_IN_Q) {
-        if (lane == 0) cp_async_bulk_wait_all_read(); /* The last tile's store has left o_smem. */
+        if (elect_one()) cp_async_bulk_wait_all_read(); /* The last tile's store has left o_smem. */
         __syncwarp();
     }
     const u32 matrix_row = lane % 16, swizzle = (O_ROW_BYTES == 128 ? matrix_row : matrix_row / 2) % (O_ROW_BYTES / 16);
@@ -142,7 +142,7 @@ DEVICE bool put_checked(const float (&O)[O_REGS], const row_ends &ends, element:
 
 /* Stores what put_checked has put into shared memory, and then lse, whose place is known. Whole warp. */
 DEVICE void store_put(const row_ends &ends, const params &p, element::output *o_smem) {
-    if (threadIdx.x % 32 == 0) {
+    if (elect_one()) {
 #pragma unroll
         for (int c = 0; c < O_CHUNKS; c++)
             cp_async_bulk_tensor_store(&p.o, o_smem + c * O_ROWS * O_CHUNK, c * O_CHUNK, ends.row, ends.head,

@@ -1,5 +1,5 @@
 /* The warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. The producer warp's first
- * thread loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. Single keys are
+ * lane loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. Single keys are
  * copied by all four warps: two copy K, one copies most of V, and the scheduler warp copies the rest of V. */
 #ifndef FA_ATTN_FWD_PRODUCER_CUH
 #define FA_ATTN_FWD_PRODUCER_CUH
@@ -66,6 +66,7 @@ template <class key_share> DEVICE void schedule_tiles(const params &p, shared_me
 /* Loads ROWS rows and CHUNKS chunks of columns of one head into a pipeline stage. The map has the coordinates. */
 template <int ROWS, int CHUNKS>
 DEVICE void load(element *dst, const fa_tensor_map *map, u64 *full, int row, int head, int batch, u64 l2_policy) {
+    if (PRODUCER_IS_WARP && !elect_one()) return;
     mbarrier_arrive_expect_tx(full, ROWS * CHUNKS * ROW_BYTES);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
@@ -138,7 +139,7 @@ template <class memory> DEVICE v_stage v_stage_of(memory &smem, int stage) {
         return {smem.v[stage], &smem.v_full[stage], &smem.v_empty[stage]};
 }
 
-/* The producer. One thread, and with a cache a warp.
+/* The producer. A warp, of which one lane loads, or a single thread. With a cache each lane loads its box.
  *
  * It asks for the next work tile when three key tiles of this one are left to load. A request when this tile begins
  * spoils the order of tiles, because other CTAs still choose: 10% at head_dim 256, causal. Where Q has a second place,
@@ -159,7 +160,9 @@ struct producer {
     int kv_origin = 0, kv_head = 0, kv_batch = 0;
     cache_loader<OF_K> cached; /* with a cache */
 
-    DEVICE bool is_leader() const { return !CACHE || threadIdx.x % 32 == 0; }
+    DEVICE bool is_leader() const { return !PRODUCER_IS_WARP || threadIdx.x % 32 == 0; }
+    /* x, which all lanes have, in a uniform register. */
+    DEVICE static int known(int x) { return PRODUCER_IS_WARP ? uniform(x) : x; }
 
     DEVICE void load_k() {
         mbarrier_wait(&smem.k_empty[k.stage], k.parity ^ 1);
@@ -185,16 +188,16 @@ struct producer {
     DEVICE void load_q() {
         const tile &t = smem.tiles[slots.stage];
         mbarrier_wait(&smem.q_empty[q.stage], q.parity ^ 1);
-        if (CACHE) __syncwarp(); /* All lanes have waited. Without keys no other step would hold the leader back. */
-        if (!is_leader()) return;
+        /* All lanes have waited. Without keys no other step would hold the leader back. */
+        if (PRODUCER_IS_WARP) __syncwarp();
         if (t.has_rows())
             load<BLOCK_Q, CHUNKS_QK>(smem.q[q.stage], &p.q, &smem.q_full[q.stage], t.q_origin + t.row, t.head,
                                      t.q_batch, L2_EVICT_FIRST);
-        else
+        else if (is_leader())
             mbarrier_arrive(&smem.q_full[q.stage]);
     }
     DEVICE void want_tile() {
-        if (CACHE) __syncwarp(); /* All lanes have waited for the last tile. */
+        if (PRODUCER_IS_WARP) __syncwarp(); /* All lanes have waited for the last tile. */
         if (is_leader()) mbarrier_arrive(&smem.tile_wanted);
     }
     /* Gives the work tile to the warp that loads V. That warp has read the work tile before in this place. */
@@ -224,7 +227,8 @@ struct producer {
             if (!Q_EARLY) wait_tile();
             const tile &t = smem.tiles[slots.stage];
             walk.begin(t);
-            kv_origin = t.kv_origin, kv_head = t.kv_head, kv_batch = t.kv_batch;
+            kv_origin = known(t.kv_origin), kv_head = known(t.kv_head), kv_batch = known(t.kv_batch);
+            walk.next = known(walk.next), walk.top = known(walk.top), walk.bottom = known(walk.bottom);
             if (CACHE) cached.begin(p, t, walk.key_tile());
             if (K_FIRST && walk.has_next()) load_k();
             if (!Q_EARLY) load_q();

@@ -80,6 +80,9 @@ constexpr u32 V_ARRIVALS = SINGLE_KEYS ? COPYING_LANES : 1; /* as K_ARRIVALS */
 /* The distance between chunks of columns of V. */
 constexpr int V_LEADING_BYTES = BLOCK_KV * ROW_BYTES;
 constexpr bool WAITS_FOR_STORES = O_BY_TMA;
+/* All lanes of the producer's warp walk over the keys, and one of them loads. ptxas then keeps what TMA's instruction
+ * takes in uniform registers, and needs no loop over lanes around it. */
+constexpr bool PRODUCER_IS_WARP = !FLEX;
 /* What happens while the last P V of a work tile runs. Each choice is for the kernels that it made faster
  * (measurements/forward.md, "Between work tiles").
  *
@@ -421,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (CACHE ? warp == 0 : threadIdx.x == 0) producer{p, smem}.run();
+        if (PRODUCER_IS_WARP ? warp == 0 : threadIdx.x == 0) producer{p, smem}.run();
         if (!SINGLE_KEYS && warp == 1) schedule_tiles(p, smem, no_share());
         if (SINGLE_KEYS && warp == 1) schedule_tiles(p, smem, scheduler_share<REST_OF_V>{p, smem});
         if (CACHE && warp == 2) second_producer<OF_V>{p, smem}.run();

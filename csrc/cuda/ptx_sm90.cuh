@@ -41,6 +41,14 @@ DEVICE void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
                  : "memory");
 }
 
+/* Is the lane the one that acts for its warp? The same lane for every call. ptxas knows that no other lane goes on, so
+ * TMA's instruction behind it needs no loop over lanes. Whole warp. [elect.sync] */
+DEVICE bool elect_one() {
+    u32 is_elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
+    return is_elected;
+}
+
 /* One lane: brings a box that will be loaded soon into the L2. [cp.async.bulk.prefetch.tensor] */
 DEVICE void cp_async_bulk_prefetch_tensor(const fa_tensor_map *map, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),

@@ -199,6 +199,8 @@ static void cp_reduce_async_bulk_add(float *dst, const float *src, u32 bytes) {
         for (u32 i = 0; i < bytes / 4; i++) dst[i] += src[i];
     });
 }
+/* Not the first lane: a kernel may not rely on which lane it is. */
+static bool elect_one() { return __ballot_sync(0, true), threadIdx.x % 32 == 13; }
 static void cp_async_bulk_commit_group() {}
 static void cp_async_bulk_wait_all() {
     for (size_t i = 0; i < copies.size();)
