@@ -105,7 +105,7 @@ DEVICE void write_dq(const params &p, shared_memory &s, const int w) {
         }
         skip = step - num_steps;
     });
-    if (threadIdx.x % 32 == 0) cp_async_bulk_wait_all();
+    if (elect_one()) cp_async_bulk_wait_all();
 }
 
 /* ---- dK and dV ------------------------------------------------------------------------------------------------- */
@@ -194,7 +194,7 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
         parity ^= 1;
         num_steps_before += num_steps;
     });
-    if (threadIdx.x % 32 == 0) cp_async_bulk_wait_all();
+    if (elect_one()) cp_async_bulk_wait_all();
 }
 
 #endif

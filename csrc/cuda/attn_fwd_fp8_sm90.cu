@@ -53,7 +53,7 @@ constexpr int V_LEADING_BYTES = 0;
 /* NOTE: without TMA there is nothing to wait for. But without the wait ptxas takes the loop's matrix descriptors for
  * values that differ between threads. */
 constexpr bool WAITS_FOR_STORES = true;
-constexpr bool PRODUCER_IS_WARP = false;
+constexpr bool PRODUCER_IS_WARP = true;
 /* Options of the end of a work tile that 16 bits have (attn_fwd_sm90.cu). */
 constexpr bool CLOSES_EARLY = false, STORES_EARLY = false, WALKS_EARLY = false;
 /* A row block's Q is in registers during its work tile. Shared memory then has less to move in each step. */
@@ -557,10 +557,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (threadIdx.x == 0) {
+        if (warp == 0) {
             producer loads = {p, smem};
             loads.run();
-            end_values(smem, loads.v);
+            if (elect_one()) end_values(smem, loads.v);
         }
         if (warp == 1) schedule_tiles(p, smem, no_share());
         if (warp >= 2) transposer(smem, warp - 2).run();
