@@ -339,8 +339,8 @@ DEVICE void load_steps(const params &p, shared_memory &s, const tile &t, ring &r
 }
 
 /* This function is the producer warp. One lane, the leader, does all work that one thread must do. Without LOADS_DO
- * another warp loads V and dO. NOTE: behind elect_one ptxas makes no loop over lanes around TMA's instructions. The wide
- * kernels took 2.2% longer with it (256 columns). */
+ * another warp loads V and dO. NOTE: behind elect_one ptxas makes no loop over lanes around TMA's instructions. The
+ * wide kernels took 2.2% longer with it (256 columns). */
 template <bool LOADS_DO = true, class shared_memory> DEVICE void produce(const params &p, shared_memory &s) {
     const bool is_leader = WIDE ? threadIdx.x % 32 == 0 : elect_one();
     const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;

@@ -343,9 +343,9 @@ template <class consumer> DEVICE void run(consumer &c) {
         c.release_q(THIS_TILE);
     }
     if (WAITS_FOR_STORES && elect_one()) cp_async_bulk_wait_all_read(); /* Shared memory outlives its readers. */
-    /* NOTE: where O does not leave by TMA, the warp must meet here all the same. Otherwise ptxas takes the ring positions
-     * of kernels for caches for values that differ between threads, and each matrix descriptor comes from vector
-     * registers. */
+    /* NOTE: where O does not leave by TMA, the warp must meet here all the same. Otherwise ptxas takes the ring
+     * positions of kernels for caches for values that differ between threads, and each matrix descriptor comes from
+     * vector registers. */
     if (!WAITS_FOR_STORES) __syncwarp();
 }
 

@@ -1,6 +1,6 @@
-/* The warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. The producer warp's first
- * lane loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. Single keys are
- * copied by all four warps: two copy K, one copies most of V, and the scheduler warp copies the rest of V. */
+/* The warps of attn_fwd_sm90.cu that feed the consumers. The scheduler warp finds work tiles. One lane of the producer
+ * warp loads Q, K and V by TMA. With a KV cache all its lanes load K, and another warp loads V. Single keys are copied
+ * by all four warps: two copy K, one copies most of V, and the scheduler warp copies the rest of V. */
 #ifndef FA_ATTN_FWD_PRODUCER_CUH
 #define FA_ATTN_FWD_PRODUCER_CUH
 

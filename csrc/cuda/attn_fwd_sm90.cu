@@ -6,8 +6,8 @@
  * CTAs are persistent: CTAS of them, mostly one, stay on each SM for the whole launch. A CTA takes one work tile after
  * another. A work tile is BLOCK_Q query rows of one head. Over a cache several heads may share it. The CTA walks over
  * their keys in key tiles of BLOCK_KV keys, from the last key tile to the first, one step each. A scheduler warp finds
- * work tiles. One producer thread loads by TMA. WGS consumer warpgroups compute. Each owns a row block of 64 rows, and
- * each of its warps owns a row strip of 16 rows:
+ * work tiles. One lane of the producer warp loads by TMA. WGS consumer warpgroups compute. Each owns a row block of 64
+ * rows, and each of its warps owns a row strip of 16 rows:
  *
  *   scheduler --tile_found--> producer --q_full[stage]--> consumers: every S of the tile --q_empty[stage]--> producer
  *            <--tile_wanted--          --k_full[stage]--> consumers: S = Q K^T           --k_empty[stage]-->
