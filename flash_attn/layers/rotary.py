@@ -30,6 +30,13 @@ __all__ = [
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     """Each pair (x0, x1) becomes (-x1, x0).
 
+    Args:
+        x: ``[..., r]``, r even.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
+    Returns:
+        Shape and dtype of x.
+    Gradients for x.
+
     >>> rotate_half(torch.tensor([1, 2, 3, 4]))
     tensor([-3, -4,  1,  2])
     >>> rotate_half(torch.tensor([1, 2, 3, 4]), interleaved=True)
@@ -43,6 +50,12 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """The definition, for tests. x is ``[b, s, h, d]``, cos and sin are ``[s, r / 2]`` or ``[b, s, r / 2]``.
+
+    interleaved is that of ``apply_rotary_emb``. Returns the shape of x, in the dtype to which x and cos promote.
+
+    Raises:
+        AssertionError: r exceeds d.
+    Gradients for x, cos and sin.
 
     >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
     >>> y = apply_rotary_emb_torch(x, angles.cos(), angles.sin())
@@ -63,7 +76,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """Rotates one tensor, dense or packed.
+    """Rotates one tensor, dense or packed. The public form is ``apply_rotary_emb``, with the same arguments.
 
     >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
     >>> y = ApplyRotaryEmb.apply(x, angles.cos(), angles.sin())
@@ -112,6 +125,8 @@ def _heads_of_q_and_k(qkv, num_heads_q):
 class ApplyRotaryEmbQKV_(torch.autograd.Function):
     """Rotates q and k of a packed qkv in place. k may have a table of its own (XPos).
 
+    The public form is ``apply_rotary_emb_qkv_``, with the same arguments.
+
     >>> qkv, angles = torch.randn(2, 5, 3, 4, 16), torch.randn(5, 8)
     >>> out = ApplyRotaryEmbQKV_.apply(qkv, angles.cos(), angles.sin())
     >>> out.data_ptr() == qkv.data_ptr()
@@ -152,7 +167,7 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
 
 
 class ApplyRotaryEmbKV_(torch.autograd.Function):
-    """Rotates k of a packed kv in place.
+    """Rotates k of a packed kv in place. The public form is ``apply_rotary_emb_kv_``, with the same arguments.
 
     >>> kv, angles = torch.randn(2, 5, 2, 4, 16), torch.randn(5, 8)
     >>> out = ApplyRotaryEmbKV_.apply(kv, angles.cos(), angles.sin())
@@ -194,16 +209,19 @@ def apply_rotary_emb(
     """Rotate the first r dimensions of each head of ``x`` by its token's position.
 
     Args:
-        x: ``[b, s, h, d]``, or packed ``[t, h, d]`` with ``cu_seqlens`` ``[b + 1]`` and ``max_seqlen``.
-        cos, sin: ``[s_ro, r / 2]``, r <= d, s_ro >= s.
+        x: ``[b, s, h, d]``, or packed ``[t, h, d]`` with ``cu_seqlens`` ``[b + 1]`` and ``max_seqlen``. d is at most
+            256. Any floating dtype.
+        cos, sin: ``[s_ro, r / 2]``, r <= d, s_ro >= s. Any floating dtype.
         interleaved: pairs are (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
         inplace: write into ``x``, also if it is a leaf that requires grad; use the returned tensor.
         seqlen_offsets: position of the first token, an int or int32/int64 ``[b]`` (a KV cache's lengths).
+        cu_seqlens, max_seqlen: starts of the packed sequences, and number of tokens of the longest sequence.
     Returns:
         Shape and dtype of ``x``.
     Raises:
-        AssertionError: a shape or dtype that does not fit.
+        AssertionError: a shape or dtype that does not fit, a negative int offset, or a table with too few rows.
     Gradients for x.
+    Source: arXiv 2104.09864.
 
     >>> angles = torch.outer(torch.arange(32), 0.5 ** torch.arange(8))  # 32 positions, 16 rotated dimensions
     >>> x = torch.randn(2, 5, 4, 64)
@@ -230,7 +248,13 @@ def apply_rotary_emb_qkv_(
     """Rotate q and k of ``[b, s, 3, h, d]`` or, with ``num_heads_q``, ``[b, s, h_q + 2 h_kv, d]`` in place.
 
     If ``cos_k`` and ``sin_k`` are given, k uses them. The other arguments are those of ``apply_rotary_emb``. Returns
-    qkv.
+    qkv. Autograd does not see the write, so use the returned tensor.
+
+    Raises:
+        AssertionError: as of ``apply_rotary_emb``; also if qkv has neither shape, or if num_heads_q is missing or does
+            not fit.
+    Gradients for qkv.
+    Source: arXiv 2104.09864; a table for k, arXiv 2212.10554.
 
     >>> qkv, angles = torch.randn(2, 5, 3, 4, 16), torch.randn(5, 8)
     >>> q = apply_rotary_emb(qkv[:, :, 0], angles.cos(), angles.sin())
@@ -244,6 +268,13 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: Offset = 0
 ) -> Tensor:
     """Rotate k of ``[b, s, 2, h, d]`` in place and return kv. The arguments are those of ``apply_rotary_emb``.
+
+    Autograd does not see the write, so use the returned tensor.
+
+    Raises:
+        AssertionError: as of ``apply_rotary_emb``; also if kv has another shape.
+    Gradients for kv.
+    Source: arXiv 2104.09864.
 
     >>> kv, angles = torch.randn(2, 5, 2, 4, 16), torch.randn(5, 8)
     >>> v = kv[:, :, 1].clone()
@@ -265,6 +296,8 @@ class RotaryEmbedding(torch.nn.Module):
         base: pair i turns by ``base ** (-2 i / dim)`` per position.
         interleaved: pairs are (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
         scale_base: strength of XPos, None for plain rotary.
+        device: of the frequencies. The tables are on the device of q.
+    Source: arXiv 2104.09864; XPos, arXiv 2212.10554.
 
     >>> rotary = RotaryEmbedding(16)
     >>> rotary(torch.randn(2, 5, 3, 4, 64), seqlen_offset=7).shape
@@ -334,8 +367,12 @@ class RotaryEmbedding(torch.nn.Module):
             kv: ``[b, s, 2, h_kv, d]`` or None.
             seqlen_offset: position of the first token, an int or ``[b]``.
             max_seqlen: number of positions that the tables must cover. If None, a tensor ``seqlen_offset`` is read.
+            num_heads_q: heads of q, for a qkv of four dimensions.
         Returns:
-            qkv, or (q, kv).
+            qkv, or (q, kv). Autograd does not see the write, so use the returned tensors.
+        Raises:
+            AssertionError: a shape does not fit, or max_seqlen is too small.
+        Gradients for qkv, or for q and kv.
         """
         if max_seqlen is None:
             largest = int(seqlen_offset.max()) if isinstance(seqlen_offset, torch.Tensor) else seqlen_offset

@@ -15,10 +15,12 @@ class CrossEntropyLoss(nn.Module):
     """Mean, sum or list of the row losses of ``cross_entropy_loss``. The module keeps the arguments.
 
     Args:
-        reduction: "mean" over the rows that are not ignored, "sum" or "none".
+        reduction: "mean" over the rows that are not ignored, "sum" or "none". The mean of no rows is nan.
         return_z_loss: return (loss, z_loss); the z-loss is part of the loss and carries no gradient.
+        The others: see ``ops.triton.cross_entropy.cross_entropy_loss``.
     Raises:
         NotImplementedError: the reduction is not one of these.
+    Source: as of ``cross_entropy_loss``.
 
     >>> logits, labels = torch.randn(4, 10, requires_grad=True), torch.tensor([3, -100, 0, 9])
     >>> loss = CrossEntropyLoss(label_smoothing=0.1)(logits, labels)
@@ -47,7 +49,17 @@ class CrossEntropyLoss(nn.Module):
     def forward(
         self, input: Tensor, target: Tensor, precomputed_lse: Optional[Tensor] = None
     ) -> Union[Tensor, tuple[Tensor, Tensor]]:
-        """``input`` ``[n, V]``, ``target`` ``[n]`` -> a scalar, or ``[n]`` with reduction "none"."""
+        """``input`` ``[n, V]``, ``target`` ``[n]`` -> a scalar, or ``[n]`` with reduction "none".
+
+        The loss is fp32 (fp64 for fp64). With return_z_loss the z-loss of this shape comes with it.
+
+        Args:
+            input, target, precomputed_lse: logits, labels and precomputed_lse of ``cross_entropy_loss``.
+        Raises:
+            ValueError: shapes that do not fit.
+            IndexError: on CPU, a label outside the vocabulary.
+        Gradients for input.
+        """
         losses, z_losses = cross_entropy_loss(
             input,
             target,

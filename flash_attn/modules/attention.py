@@ -25,7 +25,8 @@ __all__ = ["CrossAttention", "FlashCrossAttention", "FlashSelfAttention", "SelfA
 def get_alibi_slopes(nheads: int) -> list[float]:
     """Slopes of ALiBi (arXiv 2108.12409) as a list: ``2^(-8 k / n)``, k = 1 .. n, for n a power of two.
 
-    Otherwise the slopes of the next lower power come first. Every second slope of the next higher power follows.
+    n is nheads, at least 1. Otherwise the slopes of the next lower power come first. Every second slope of the next
+    higher power follows.
 
     >>> get_alibi_slopes(4)
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -62,6 +63,14 @@ class FlashSelfAttention(_FlashAttention):
                    x x .      (1, 0)     x x .
                    x x x                 . x x
 
+    Args:
+        causal: as of ``flash_attn_func``. forward may say otherwise for one call.
+        softmax_scale: factor of ``q @ k.T``; ``1 / sqrt(d)`` if None.
+        attention_dropout: probability to drop an attention weight, in training mode only.
+        window_size, alibi_slopes, deterministic: as of ``flash_attn_func``. The slopes become a buffer that is not
+            saved.
+    Source: FlashAttention-2, arXiv 2307.08691.
+
     >>> attention = FlashSelfAttention(causal=True, window_size=(128, 0))
     >>> attention(torch.randn(2, 5, 3, 4, 16)).shape
     torch.Size([2, 5, 4, 16])
@@ -85,7 +94,19 @@ class FlashSelfAttention(_FlashAttention):
         cu_seqlens: Optional[Tensor] = None,
         max_seqlen: Optional[int] = None,
     ) -> Tensor:
-        """``[b, s, 3, h, d]`` -> ``[b, s, h, d]``; with int32 cu_seqlens and int max_seqlen ``[t, 3, h, d]``."""
+        """``[b, s, 3, h, d]`` -> ``[b, s, h, d]``; with int32 cu_seqlens and int max_seqlen ``[t, 3, h, d]``.
+
+        Args:
+            qkv: dtypes and head dimensions are those of ``flash_attn_func``.
+            causal: None is the module's.
+            cu_seqlens, max_seqlen: int32 ``[b + 1]`` starts of the packed sequences, and the longest sequence's length.
+        Returns:
+            ``[b, s, h, d]``, or packed ``[t, h, d]``, in the dtype of qkv.
+        Raises:
+            AssertionError: cu_seqlens is not int32, or max_seqlen is not an int.
+            RuntimeError: as of ``flash_attn_qkvpacked_func`` and ``flash_attn_varlen_qkvpacked_func``.
+        Gradients for qkv.
+        """
         if cu_seqlens is None:
             return flash_attn_qkvpacked_func(qkv, **self._options(causal))
         _check_lengths("cu_seqlens", cu_seqlens, "max_seqlen", max_seqlen)
@@ -101,6 +122,14 @@ class FlashCrossAttention(_FlashAttention):
         x x x x      . .
                      x .
                      x x
+
+    Args:
+        causal: as of ``flash_attn_func``. forward may say otherwise for one call.
+        softmax_scale: factor of ``q @ k.T``; ``1 / sqrt(d)`` if None.
+        attention_dropout: probability to drop an attention weight, in training mode only.
+        alibi_slopes, window_size, deterministic: as of ``flash_attn_func``. The slopes become a buffer that is not
+            saved.
+    Source: FlashAttention-2, arXiv 2307.08691.
 
     >>> attention = FlashCrossAttention(causal=True)
     >>> attention(torch.randn(2, 3, 4, 16), torch.randn(2, 5, 2, 2, 16)).shape
@@ -128,7 +157,21 @@ class FlashCrossAttention(_FlashAttention):
         cu_seqlens_k: Optional[Tensor] = None,
         max_seqlen_k: Optional[int] = None,
     ) -> Tensor:
-        """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]`` -> ``[b, s_q, h, d]``; packed with both cu_seqlens."""
+        """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]`` -> ``[b, s_q, h, d]``; packed with both cu_seqlens.
+
+        Args:
+            q, kv: dtypes and head dimensions are those of ``flash_attn_func``. h is a multiple of h_kv.
+            causal: None is the module's.
+            cu_seqlens, max_seqlen: int32 ``[b + 1]`` starts of q's packed sequences, and the longest sequence's length.
+                q is then ``[t_q, h, d]``.
+            cu_seqlens_k, max_seqlen_k: the same of kv, which is then ``[t_k, 2, h_kv, d]``.
+        Returns:
+            ``[b, s_q, h, d]``, or packed ``[t_q, h, d]``, in the dtype of q. Rows that see no key are 0.
+        Raises:
+            AssertionError: batch or d of q and kv differ, a cu_seqlens is not int32, or a max_seqlen is not an int.
+            RuntimeError: as of ``flash_attn_kvpacked_func`` and ``flash_attn_varlen_kvpacked_func``.
+        Gradients for q and kv.
+        """
         if cu_seqlens is None:
             assert q.shape[0] == kv.shape[0] and q.shape[3] == kv.shape[4], f"q {q.shape} does not fit kv {kv.shape}"
             return flash_attn_kvpacked_func(q, kv, **self._options(causal))
@@ -150,6 +193,11 @@ class CrossAttention(nn.Module):
 
     A query that sees no key gets the mean of all values.
 
+    Args:
+        causal: apply the causal mask. forward may say otherwise for one call.
+        softmax_scale: factor of ``q @ k.T``; ``1 / sqrt(d)`` if None.
+        attention_dropout: probability to drop an attention weight, in training mode only.
+
     >>> q, kv = torch.randn(2, 3, 4, 16), torch.randn(2, 5, 2, 2, 16)
     >>> out = CrossAttention(causal=True)(q, kv)
     >>> torch.allclose(out, FlashCrossAttention(causal=True)(q, kv), atol=1e-5)
@@ -168,6 +216,13 @@ class CrossAttention(nn.Module):
         """q ``[b, s_q, h, d]``, kv ``[b, s_k, 2, h_kv, d]``, key_padding_mask ``[b, s_k]`` true where a key is kept.
 
         The causal mask is aligned to the bottom right corner. With a padding mask, this is the corner of the kept keys.
+        causal None is the module's. h is a multiple of h_kv.
+
+        Returns:
+            ``[b, s_q, h, d]`` in the dtype of q and kv.
+        Raises:
+            AssertionError: batch or d of q and kv differ.
+        Gradients for q and kv.
         """
         assert q.shape[0] == kv.shape[0] and q.shape[3] == kv.shape[4], f"q {q.shape} does not fit kv {kv.shape}"
         k, v = kv.repeat_interleave(q.shape[2] // kv.shape[3], dim=3).unbind(2)
@@ -185,6 +240,8 @@ class SelfAttention(nn.Module):
         x x .
         x x x
 
+    The arguments are those of ``CrossAttention``.
+
     >>> attention = SelfAttention(causal=True)
     >>> kept = torch.tensor([[True, True, False], [True, True, True]])
     >>> attention(torch.randn(2, 3, 3, 4, 16), key_padding_mask=kept).shape
@@ -198,7 +255,11 @@ class SelfAttention(nn.Module):
         self.causal, self.softmax_scale, self.drop = causal, softmax_scale, nn.Dropout(attention_dropout)
 
     def forward(self, qkv: Tensor, causal: Optional[bool] = None, key_padding_mask: Optional[Tensor] = None) -> Tensor:
-        """``[b, s, 3, h, d]``, key_padding_mask ``[b, s]`` -> ``[b, s, h, d]``."""
+        """``[b, s, 3, h, d]``, key_padding_mask ``[b, s]`` -> ``[b, s, h, d]``.
+
+        The mask is true where a key is kept. causal None is the module's. The result has the dtype of qkv.
+        Gradients for qkv.
+        """
         q, k, v = qkv.unbind(2)
         hidden = _hidden_by_padding(key_padding_mask)
         if self.causal if causal is None else causal:

@@ -24,6 +24,8 @@ __all__ = ["Block", "ParallelBlock", "StochasticDepth"]
 class StochasticDepth(nn.Module):
     """In training, zero whole samples ``x[i]`` with probability p and scale the others by 1 / (1 - p).
 
+    Source: arXiv 1603.09382.
+
     >>> dropped = StochasticDepth(0.5)(torch.ones(4, 2))
     >>> bool(((dropped == 0) | (dropped == 2)).all())
     True
@@ -34,6 +36,7 @@ class StochasticDepth(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
+        """x ``[b, ...]`` -> the same shape and dtype. In evaluation or with p 0, x itself. Gradient for x."""
         if not self.training or self.p == 0.0:
             return x
         kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.p
@@ -44,14 +47,19 @@ class Block(nn.Module):
     """Mixer and MLP one after the other.
 
     Args:
+        dim: n, the width of the hidden states.
         mixer_cls, mlp_cls, norm_cls: called with ``dim``. The defaults are MHA with heads of 64, Mlp with 4 dim hidden
             features, and nn.LayerNorm. ``mlp_cls=nn.Identity`` leaves out the MLP with its norm.
+        dropout_cls: called with a dropout probability.
+        prenorm: the form of the block, as above; otherwise postnorm.
         resid_dropout1, drop_path1: dropout of single values and of whole samples before the first norm.
         resid_dropout2, drop_path2: the same before the second norm.
         fused_dropout_add_ln: without effect.
         return_residual: mixer and MLP return (output, input). This works for postnorm only.
         residual_in_fp32: keep the residual in fp32; prenorm only.
         sequence_parallel, mark_shared_params: mark the norms' parameters for ``utils.distributed``.
+    Raises:
+        AssertionError: residual_in_fp32 without prenorm.
 
     >>> first, second = Block(128), Block(128)
     >>> x, residual = second(*first(torch.randn(2, 5, 128)))
@@ -94,6 +102,10 @@ class Block(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
     ) -> Any:
+        """The mixer's cache for ``batch_size`` sequences of ``max_seqlen`` tokens.
+
+        Returns what the mixer's method of this name returns. dtype and kwargs are its arguments.
+        """
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
@@ -108,6 +120,12 @@ class Block(nn.Module):
         Args:
             mixer_subset: the tokens whose outputs are needed. After the mixer the residual keeps only these tokens.
             mixer_kwargs: further arguments of the mixer.
+        Returns:
+            prenorm (hidden states, residual), postnorm the hidden states; each has the shape of the input, or the
+            tokens of mixer_subset. The residual is fp32 with residual_in_fp32.
+        Raises:
+            AssertionError: a postnorm block gets a residual.
+        Gradients for hidden_states, the residual and the parameters.
         """
         kwargs = dict(mixer_kwargs or {})
         if mixer_subset is not None:
@@ -144,6 +162,12 @@ class Block(nn.Module):
 class ParallelBlock(nn.Module):
     """Mixer and MLP side by side on the same residual. ``tied_norm``: one norm for both. See ``Block``.
 
+    Args:
+        resid_dropout1, resid_dropout2: dropout of the last block's mixer and of its MLP.
+        tied_norm: ``norm1`` for mixer and MLP. Otherwise the MLP has ``norm2``.
+        residual_in_fp32: return the residual in fp32.
+        The others: see ``Block``.
+
     >>> first, second = ParallelBlock(128), ParallelBlock(128)
     >>> x1, x2, residual = second(*first(torch.randn(2, 5, 128)))
     >>> x1.shape, x2.shape, residual.shape
@@ -177,6 +201,10 @@ class ParallelBlock(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
     ) -> Any:
+        """The mixer's cache for ``batch_size`` sequences of ``max_seqlen`` tokens.
+
+        Returns what the mixer's method of this name returns. dtype and kwargs are its arguments.
+        """
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
@@ -186,7 +214,15 @@ class ParallelBlock(nn.Module):
         residual: Optional[Tensor] = None,
         mixer_kwargs: Optional[dict[str, Any]] = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of the last block's mixer and MLP (None for the first) and the residual, ``[b, s, n]`` each."""
+        """Outputs of the last block's mixer and MLP (None for the first) and the residual, ``[b, s, n]`` each.
+
+        Args:
+            hidden_states1, hidden_states2, residual: as above. The first block gets the embeddings as hidden_states1.
+            mixer_kwargs: further arguments of the mixer.
+        Returns:
+            (output of the mixer, output of the MLP, residual), ``[b, s, n]`` each.
+        Gradients for the three inputs and the parameters.
+        """
         x = self.dropout1(hidden_states1)
         if hidden_states2 is not None:
             x = x + self.dropout2(hidden_states2)

@@ -27,6 +27,14 @@ __all__ = [
 class GPT2Embeddings(nn.Module):
     """word + position. ``max_position_embeddings`` 0 omits positions. ``word_embed_proj_dim`` is a narrower width.
 
+    Args:
+        embed_dim: width of the result.
+        vocab_size, max_position_embeddings: rows of ``word_embeddings`` and of ``position_embeddings``.
+        padding_idx: as of ``nn.Embedding``, for the words.
+        word_embed_proj_dim: width of the words, which ``project_in``, without a bias, maps to embed_dim. None:
+            embed_dim.
+        device, dtype: of the parameters.
+
     >>> embeddings = GPT2Embeddings(embed_dim=16, vocab_size=100, max_position_embeddings=32)
     >>> embeddings(torch.tensor([[5, 1, 7]])).shape
     torch.Size([1, 3, 16])
@@ -52,7 +60,14 @@ class GPT2Embeddings(nn.Module):
             self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **layout)
 
     def forward(self, input_ids: Tensor, position_ids: Optional[Tensor] = None) -> Tensor:
-        """``[b, s]`` -> ``[b, s, embed_dim]``; positions count from 0 unless given, ``[s]`` or ``[b, s]``."""
+        """``[b, s]`` -> ``[b, s, embed_dim]``; positions count from 0 unless given, ``[s]`` or ``[b, s]``.
+
+        input_ids and position_ids are int32 or int64. The result has the dtype of the parameters.
+
+        Raises:
+            IndexError: on CPU, a token or position has no row.
+        Gradients for the parameters.
+        """
         embeddings = self.word_embeddings(input_ids)
         if self.project_in is not None:
             embeddings = self.project_in(embeddings)
@@ -63,6 +78,13 @@ class GPT2Embeddings(nn.Module):
 
 class BertEmbeddings(nn.Module):
     """word + position + token type. ``max_position_embeddings`` 0 and ``type_vocab_size`` 0 omit their part.
+
+    Args:
+        embed_dim: width of the result.
+        vocab_size, max_position_embeddings, type_vocab_size: rows of ``word_embeddings``, ``position_embeddings`` and
+            ``token_type_embeddings``.
+        padding_idx: as of ``nn.Embedding``, for the words.
+        device, dtype: of the parameters.
 
     >>> embeddings = BertEmbeddings(16, vocab_size=100, max_position_embeddings=32, type_vocab_size=2)
     >>> embeddings(torch.tensor([[5, 1, 7]]), token_type_ids=torch.tensor([[0, 0, 1]])).shape
@@ -91,7 +113,15 @@ class BertEmbeddings(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Optional[Tensor] = None, token_type_ids: Optional[Tensor] = None
     ) -> Tensor:
-        """``[b, s]`` -> ``[b, s, embed_dim]``; token types are 0 unless given."""
+        """``[b, s]`` -> ``[b, s, embed_dim]``; token types are 0 unless given.
+
+        token_type_ids is ``[b, s]``; positions count from 0 unless given, ``[s]`` or ``[b, s]``. All are int32 or
+        int64. The result has the dtype of the parameters.
+
+        Raises:
+            IndexError: on CPU, a token, position or type has no row.
+        Gradients for the parameters.
+        """
         embeddings = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
             embeddings = embeddings + self.position_embeddings(_positions(input_ids, position_ids))
@@ -103,6 +133,15 @@ class BertEmbeddings(nn.Module):
 
 class VocabParallelEmbedding(nn.Embedding):
     """This rank's part of the vocabulary. The caller sums the outputs over the ranks.
+
+    Args:
+        num_embeddings: V, tokens of the whole vocabulary. The weight is ``[V / w, n]`` on w ranks.
+        process_group: ranks that share the vocabulary; None: this rank has all.
+        padding_idx: as of ``nn.Embedding``; needs w = 1.
+        The others: see ``nn.Embedding``.
+    Raises:
+        AssertionError: V is not a multiple of w, or padding_idx is given and w is not 1.
+    Source: arXiv 1909.08053.
 
     >>> VocabParallelEmbedding(100, 16)(torch.tensor([[5, 1, 7]])).shape
     torch.Size([1, 3, 16])
@@ -125,6 +164,7 @@ class VocabParallelEmbedding(nn.Embedding):
         super().__init__(num_embeddings, *args, padding_idx=padding_idx, **kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
+        """input ``[...]``, integers -> ``[..., n]``, 0 for the tokens of other ranks. Gradient for the weight."""
         if self.process_group is None:
             return super().forward(input)
         local = input - dist.get_rank(self.process_group) * self.num_embeddings
@@ -134,6 +174,13 @@ class VocabParallelEmbedding(nn.Embedding):
 
 class ColumnParallelEmbedding(nn.Embedding):
     """This rank's columns of every embedding.
+
+    Args:
+        num_embeddings, embedding_dim: V and n of the whole layer. The weight is ``[V, n / w]`` on w ranks.
+        process_group: ranks that share the columns; None: this rank has all.
+        The others: see ``nn.Embedding``.
+    Raises:
+        AssertionError: n is not a multiple of w.
 
     >>> ColumnParallelEmbedding(100, 16)(torch.tensor([[5, 1, 7]])).shape
     torch.Size([1, 3, 16])
@@ -154,6 +201,14 @@ class ParallelGPT2Embeddings(nn.Module):
     """``GPT2Embeddings`` with vocabulary parallel words and column parallel positions.
 
     Every rank adds its columns of the positions to its words. The sum over ranks is the embedding.
+
+    Args:
+        process_group: ranks that share words and positions.
+        sequence_parallel: each rank gets its own rows of the first dimension. Otherwise every rank gets all rows.
+        The others: see ``GPT2Embeddings``.
+    Raises:
+        AssertionError: vocab_size, or embed_dim if there are positions, is not a multiple of the number of ranks; or
+            several ranks get a padding_idx.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> embeddings = ParallelGPT2Embeddings(16, 100, 32, torch.distributed.group.WORLD)
@@ -184,7 +239,15 @@ class ParallelGPT2Embeddings(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Optional[Tensor] = None, combine_batch_seqlen_dim: bool = False
     ) -> Tensor:
-        """``[b, s]`` -> ``[b, s, n]``, or ``[b s, n]`` if combined. If sequence parallel, this rank's rows."""
+        """``[b, s]`` -> ``[b, s, n]``, or ``[b s, n]`` if combined. If sequence parallel, this rank's rows.
+
+        The arguments are those of ``GPT2Embeddings.forward``. combine_batch_seqlen_dim joins the first two dimensions.
+
+        Raises:
+            AssertionError: sequence parallel, and the rows of the first dimension do not divide over the ranks.
+            IndexError: on CPU, a position has no row.
+        Gradients for the parameters.
+        """
         embeddings = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
             positions = self.position_embeddings(_positions(input_ids, position_ids))

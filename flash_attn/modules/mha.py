@@ -41,7 +41,7 @@ __all__ = [
 
 
 class LinearResidual(nn.Linear):
-    """``nn.Linear`` that returns (output, input).
+    """``nn.Linear`` that returns (output, input). The arguments are those of ``nn.Linear``.
 
     >>> y, x = LinearResidual(8, 16)(torch.randn(2, 8))
     >>> y.shape, x.shape
@@ -49,6 +49,7 @@ class LinearResidual(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """``[..., in]`` -> (``[..., out]``, the input). Gradients for the input, weight and bias."""
         return super().forward(input), input
 
 
@@ -167,15 +168,28 @@ class MHA(_Attention):
     """Multi-head self or cross attention.
 
     Args:
+        embed_dim: n, the width of x. Each head has d = embed_dim / num_heads dimensions.
         num_heads_kv: heads of k and v, default ``num_heads``; fewer for grouped queries.
         cross_attn: keys and values come from another sequence, ``x_kv``.
+        qkv_proj_bias, out_proj_bias: whether the projections before and after attention have a bias.
+        dropout: probability to drop an attention weight, in training mode only.
+        softmax_scale: factor of ``q @ k.T``; ``1 / sqrt(d)`` if None.
+        causal: apply the causal mask, aligned to the bottom right corner.
         layer_idx: key of this layer's cache while generating.
         dwconv: depthwise causal convolution of width 3 over q, k, v after the projections.
         rotary_emb_dim: rotated dimensions of each head, 0 for none.
+        rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: as of ``RotaryEmbedding``.
+        use_alibi: add the biases of ``get_alibi_slopes`` to the scores.
+        window_size: ``(left, right)`` as of ``flash_attn_func``.
         fused_bias_fc: without effect.
         use_flash_attn: use the attention functions of this package. ALiBi, windows and packed input need them.
         return_residual: return (output, x).
         checkpointing: compute the attention again in the backward.
+        device, dtype: of the parameters.
+    Raises:
+        AssertionError: num_heads is not a multiple of num_heads_kv, or embed_dim is not a multiple of num_heads. Also
+            if cross_attn meets a rotary embedding, or use_alibi or window_size lacks use_flash_attn.
+    Source: arXiv 1706.03762; grouped queries, arXiv 2305.13245; ALiBi, arXiv 2108.12409.
 
     >>> mha = MHA(64, num_heads=4, num_heads_kv=2, causal=True, rotary_emb_dim=16, use_flash_attn=True)
     >>> mha(torch.randn(2, 5, 64)).shape
@@ -246,7 +260,10 @@ class MHA(_Attention):
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **layout)
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None) -> Tensor:
-        """An empty cache ``[batch_size, max_seqlen, 2, h_kv, d]``."""
+        """An empty cache ``[batch_size, max_seqlen, 2, h_kv, d]``.
+
+        dtype is by default the dtype of ``out_proj.weight``. The cache is on the device of this weight.
+        """
         weight = self.out_proj.weight
         sizes = batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim
         return torch.empty(sizes, dtype=dtype or weight.dtype, device=weight.device)
@@ -267,11 +284,19 @@ class MHA(_Attention):
         Args:
             x: ``[b, s, n]``, or packed ``[t, n]`` with cu_seqlens and max_seqlen.
             x_kv: cross attention's ``[b, s_kv, n]``, default x.
-            key_padding_mask: ``[b, s]``, true where a key is kept; without use_flash_attn only.
+            key_padding_mask: ``[b, s]`` (of x_kv: ``[b, s_kv]``), true where a key is kept; without use_flash_attn
+                only.
+            cu_seqlens, max_seqlen: int32 ``[b + 1]`` starts of the packed sequences, and the longest sequence's length.
             mixer_subset: index of the tokens whose queries are wanted; cross attention only.
             inference_params: the caches of generation, see ``utils.generation``.
+            kwargs: further arguments of the attention, such as causal, cu_seqlens_k and max_seqlen_k.
         Returns:
             The shape of x; with ``return_residual`` (output, x).
+        Raises:
+            AssertionError: arguments that exclude each other or need an option of the constructor, or a cache without
+                room.
+            RuntimeError: as of ``flash_attn_func`` and ``flash_attn_with_kvcache``, with use_flash_attn.
+        Gradients for x, x_kv and the parameters, without inference_params.
         """
         if cu_seqlens is not None:
             assert max_seqlen is not None, "cu_seqlens needs max_seqlen"
@@ -313,6 +338,11 @@ class ParallelMHA(_Attention):
 
     ``Wqkv`` is column parallel, and ``out_proj`` is row parallel. With ``sequence_parallel`` the tokens are split
     between layers. The arguments are those of ``MHA``. Each rank gets whole heads of k and v with their query heads.
+
+    Raises:
+        AssertionError: num_heads is not a multiple of num_heads_kv, embed_dim is not a multiple of num_heads, or
+            use_alibi or window_size lacks use_flash_attn.
+    Source: tensor parallelism, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> mha = ParallelMHA(64, 4, torch.distributed.group.WORLD, causal=True, use_flash_attn=True)
@@ -384,7 +414,10 @@ class ParallelMHA(_Attention):
         )
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None) -> Tensor:
-        """An empty cache ``[batch_size, max_seqlen, 2, h_kv of this rank, d]``."""
+        """An empty cache ``[batch_size, max_seqlen, 2, h_kv of this rank, d]``.
+
+        dtype is by default the dtype of ``out_proj.weight``. The cache is on the device of this weight.
+        """
         weight = self.out_proj.weight
         sizes = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
         return torch.empty(sizes, dtype=dtype or weight.dtype, device=weight.device)
@@ -392,7 +425,17 @@ class ParallelMHA(_Attention):
     def forward(
         self, x: Tensor, seqlen: Optional[int] = None, inference_params: Optional[InferenceParams] = None, **kwargs: Any
     ) -> Tensor:
-        """``[b, s, n]``, or with ``seqlen`` s ``[b s, n]`` (this rank's rows, if sequence parallel); same shape out."""
+        """``[b, s, n]``, or with ``seqlen`` s ``[b s, n]`` (this rank's rows, if sequence parallel); same shape out.
+
+        Args:
+            inference_params: the caches of generation, see ``utils.generation``.
+            kwargs: further arguments of the attention, such as causal.
+        Raises:
+            AssertionError: generation without layer_idx, a cache without room, or rows that do not divide over the
+                ranks.
+            RuntimeError: as of ``flash_attn_func`` and ``flash_attn_with_kvcache``, with use_flash_attn.
+        Gradients for x and the parameters, without inference_params, summed over the ranks for x.
+        """
         qkv = self.Wqkv(x)
         if seqlen is not None:
             qkv = qkv.unflatten(0, (-1, seqlen))

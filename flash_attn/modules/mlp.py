@@ -23,6 +23,12 @@ __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp"
 class Mlp(nn.Module):
     """Two linear layers; hidden_features is 4 x in_features by default. ``return_residual``: return (output, x).
 
+    Args:
+        out_features: in_features by default.
+        activation: function of a tensor, between the layers.
+        bias1, bias2: whether ``fc1`` and ``fc2`` have a bias.
+        device, dtype: of the parameters.
+
     >>> Mlp(64)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])
     """
@@ -46,12 +52,21 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Union[Tensor, tuple[Tensor, Tensor]]:
+        """x ``[..., in]`` -> ``[..., out]``, or (output, x). Gradients for x and the parameters."""
         y = self.fc2(self.activation(self.fc1(x)))
         return (y, x) if self.return_residual else y
 
 
 class ParallelMLP(nn.Module):
     """``Mlp`` over the ranks of a process group.
+
+    Args:
+        process_group: ranks that share the hidden features. None is refused.
+        sequence_parallel: each rank passes and gets its own rows. Otherwise every rank passes and gets all rows.
+        The others: see ``Mlp``.
+    Raises:
+        AssertionError: there is no process group.
+    Source: tensor parallelism, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> ParallelMLP(64, process_group=torch.distributed.group.WORLD)(torch.randn(10, 64)).shape
@@ -81,11 +96,24 @@ class ParallelMLP(nn.Module):
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **parallel)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x ``[rows, ..., in]`` -> ``[rows, ..., out]``. If sequence parallel, both hold this rank's rows.
+
+        Gradients for x and the parameters, summed over the ranks for x.
+        """
         return self.fc2(self.activation(self.fc1(x)))
 
 
 class GatedMlp(nn.Module):
     """GLU (sigmoid), SwiGLU (silu) and similar. hidden_features is 8/3 x in_features by default, rounded up.
+
+    Args:
+        hidden_features: columns of y and of the gate, rounded up to a multiple of ``multiple_of``, also if given.
+        out_features: in_features by default.
+        activation: function of the gate.
+        bias1, bias2: whether ``fc1`` and ``fc2`` have a bias.
+        return_residual: return (output, x).
+        device, dtype: of the parameters.
+    Source: arXiv 2002.05202.
 
     >>> mlp = GatedMlp(96, activation=torch.nn.functional.silu)
     >>> mlp(torch.randn(2, 5, 96)).shape, mlp.fc2.in_features
@@ -112,12 +140,19 @@ class GatedMlp(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features or in_features, bias=bias2, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Union[Tensor, tuple[Tensor, Tensor]]:
+        """x ``[..., in]`` -> ``[..., out]``, or (output, x). Gradients for x and the parameters."""
         y = self.fc2(_gate(self.fc1(x), self.activation))
         return (y, x) if self.return_residual else y
 
 
 class ParallelGatedMlp(nn.Module):
     """``GatedMlp`` over the ranks of a process group. Each rank's part of fc1 holds the rank's y and gate.
+
+    Args:
+        process_group: ranks that share the hidden features.
+        sequence_parallel: each rank passes and gets its own rows. Otherwise every rank passes and gets all rows.
+        The others: see ``GatedMlp``.
+    Source: tensor parallelism, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> ParallelGatedMlp(64, torch.distributed.group.WORLD)(torch.randn(10, 64)).shape
@@ -153,6 +188,10 @@ class ParallelGatedMlp(nn.Module):
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **parallel)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x ``[rows, ..., in]`` -> ``[rows, ..., out]``. If sequence parallel, both hold this rank's rows.
+
+        Gradients for x and the parameters, summed over the ranks for x.
+        """
         return self.fc2(_gate(self.fc1(x), self.activation))
 
 

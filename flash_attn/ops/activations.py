@@ -1,8 +1,10 @@
 """Activations with the backward passes that clients call by name.
 
-GELU is the tanh form, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). ``*_fwd`` and ``*_bwd`` are plain functions
-of tensors. The first argument of a backward is the gradient g. ``bias_gelu_impl``, ``fast_gelu_impl`` and ``swiglu``
-have gradients.
+GELU is the tanh form, x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). ``*_fwd`` and ``*_bwd`` are plain functions of
+tensors. The first argument of ``gelu_bwd``, ``relu_bwd``, ``sqrelu_bwd`` and ``bias_gelu_back`` is the gradient g. The
+last argument of ``swiglu_bwd`` is g. ``bias_gelu_impl``, ``fast_gelu_impl`` and ``swiglu`` have gradients. Tensors have
+any shape and any floating dtype.
+Source: GELU, arXiv 1606.08415; SwiGLU, arXiv 2002.05202; squared relu, arXiv 2109.08668.
 """
 
 from typing import Any, Optional
@@ -31,7 +33,7 @@ __all__ = [
 
 
 def gelu_fwd(x: Tensor) -> Tensor:
-    """gelu(x).
+    """gelu(x), of the shape and dtype of x.
 
     >>> gelu_fwd(torch.tensor([-1.0, 0.0, 1.0]))
     tensor([-0.1588,  0.0000,  0.8412])
@@ -40,7 +42,7 @@ def gelu_fwd(x: Tensor) -> Tensor:
 
 
 def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
-    """g gelu'(x).
+    """g gelu'(x), of the shape of x and g, in the dtype of x.
 
     >>> gelu_bwd(torch.ones(3), torch.tensor([-1.0, 0.0, 1.0]))
     tensor([-0.0830,  0.5000,  1.0830])
@@ -49,7 +51,7 @@ def gelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
-    """gelu(y + bias), bias ``[n]``.
+    """gelu(y + bias): y ``[..., n]``, bias ``[n]`` -> ``[..., n]``, in the dtype of y + bias.
 
     >>> y, bias = torch.randn(5, 8), torch.randn(8)
     >>> torch.equal(bias_gelu(y, bias), gelu_fwd(y + bias))
@@ -61,6 +63,9 @@ def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
 def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``bias_gelu`` for y and for bias.
 
+    g and y are ``[..., n]``, and bias is ``[n]``. Returns dy ``[..., n]`` in the dtype of y + bias, and dbias ``[n]``
+    in the dtype of bias.
+
     >>> dy, dbias = bias_gelu_back(torch.ones(5, 8), torch.randn(5, 8), torch.randn(8))
     >>> dy.shape, dbias.shape
     (torch.Size([5, 8]), torch.Size([8]))
@@ -70,7 +75,7 @@ def bias_gelu_back(g: Tensor, y: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relu_bwd(g: Tensor, x: Tensor) -> Tensor:
-    """g where x >= 0, else 0.
+    """g where x >= 0, else 0; in the dtype of x. At x = 0 torch's own gradient is 0.
 
     >>> relu_bwd(torch.tensor([5.0, 5.0, 5.0]), torch.tensor([-1.0, 0.0, 1.0]))
     tensor([0., 5., 5.])
@@ -79,7 +84,7 @@ def relu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 
 def sqrelu_fwd(x: Tensor) -> Tensor:
-    """relu(x)^2.
+    """relu(x)^2, of the shape and dtype of x.
 
     >>> sqrelu_fwd(torch.tensor([-1.0, 0.0, 3.0]))
     tensor([0., 0., 9.])
@@ -88,7 +93,7 @@ def sqrelu_fwd(x: Tensor) -> Tensor:
 
 
 def sqrelu_bwd(g: Tensor, x: Tensor) -> Tensor:
-    """2 g relu(x).
+    """2 g relu(x), of the shape of x and g, in the dtype of x.
 
     >>> sqrelu_bwd(torch.ones(3), torch.tensor([-1.0, 0.0, 3.0]))
     tensor([0., 0., 6.])
@@ -98,6 +103,8 @@ def sqrelu_bwd(g: Tensor, x: Tensor) -> Tensor:
 
 def swiglu_fwd(x: Tensor, y: Tensor) -> Tensor:
     """silu(x) y, rounded once.
+
+    x and y have one shape. The result is computed in fp32 (fp64 for fp64) and has the dtype of x.
 
     >>> x, y = torch.randn(2, 5, 8)
     >>> torch.allclose(swiglu_fwd(x, y), torch.nn.functional.silu(x) * y)
@@ -110,6 +117,8 @@ def swiglu_fwd(x: Tensor, y: Tensor) -> Tensor:
 def swiglu_bwd(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``swiglu_fwd`` for x and for y.
 
+    x, y and g have one shape. Returns dx in the dtype of x and dy in the dtype of y, computed in fp32 (fp64 for fp64).
+
     >>> dx, dy = swiglu_bwd(torch.zeros(3), torch.ones(3), torch.ones(3))
     >>> dx, dy
     (tensor([0.5000, 0.5000, 0.5000]), tensor([0., 0., 0.]))
@@ -121,7 +130,7 @@ def swiglu_bwd(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GeLUFunction(torch.autograd.Function):
-    """``bias_gelu`` that keeps its inputs only.
+    """``bias_gelu`` that keeps its inputs only: ``apply(input, bias)``. Gradients for both.
 
     >>> y, bias = torch.randn(5, 8), torch.randn(8)
     >>> torch.equal(GeLUFunction.apply(y, bias), bias_gelu(y, bias))
@@ -139,7 +148,7 @@ class GeLUFunction(torch.autograd.Function):
 
 
 class FastGeLUFunction(torch.autograd.Function):
-    """``gelu_fwd``.
+    """``gelu_fwd`` that keeps its input only: ``apply(input)``. Gradient for the input.
 
     >>> x = torch.randn(5, 8)
     >>> torch.equal(FastGeLUFunction.apply(x), gelu_fwd(x))
@@ -157,7 +166,7 @@ class FastGeLUFunction(torch.autograd.Function):
 
 
 class SwiGLUFunction(torch.autograd.Function):
-    """``swiglu_fwd`` that keeps x and y, not silu(x).
+    """``swiglu_fwd`` that keeps x and y, not silu(x): ``apply(x, y)``. Gradients for both.
 
     >>> x, y = torch.randn(2, 5, 8)
     >>> torch.equal(SwiGLUFunction.apply(x, y), swiglu_fwd(x, y))
@@ -177,6 +186,8 @@ class SwiGLUFunction(torch.autograd.Function):
 def bias_gelu_impl(input: Tensor, bias: Tensor) -> Tensor:
     """``bias_gelu`` with gradients for input and bias.
 
+    input is ``[..., n]``, and bias is ``[n]``. Returns ``[..., n]`` in the dtype of input + bias.
+
     >>> y, bias = torch.randn(5, 8), torch.randn(8, requires_grad=True)
     >>> bias_gelu_impl(y, bias).sum().backward()
     >>> bias.grad.shape
@@ -186,7 +197,7 @@ def bias_gelu_impl(input: Tensor, bias: Tensor) -> Tensor:
 
 
 def fast_gelu_impl(input: Tensor) -> Tensor:
-    """``gelu_fwd`` with a gradient.
+    """``gelu_fwd`` with a gradient. Returns the shape and dtype of the input.
 
     >>> x = torch.zeros(2, requires_grad=True)
     >>> fast_gelu_impl(x).sum().backward()
@@ -197,7 +208,7 @@ def fast_gelu_impl(input: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
-    """``swiglu_fwd`` with gradients for x and y.
+    """``swiglu_fwd`` with gradients for x and y, which have one shape. Returns this shape in the dtype of x.
 
     >>> x, y = torch.zeros(2, requires_grad=True), torch.ones(2)
     >>> swiglu(x, y).sum().backward()

@@ -35,14 +35,28 @@ def dropout_add_norm(
     """Drop out, add and normalise.
 
     Args:
-        x0: ``[..., n]``; ``residual`` likewise or None.
+        x0: ``[..., n]``, any floating dtype.
+        residual: of the shape of x0, any floating dtype, or None.
+        weight, bias: ``[n]``; bias may be None.
+        dropout_p: probability to drop a value of x0. The kept values grow by ``1 / (1 - dropout_p)``. The mask comes
+            from torch's default generator of the device.
+        epsilon: added to the variance, or to the mean square of RMS norm.
         rowscale, layerscale: ``[...]`` and ``[n]`` factors of x0, or None.
         prenorm: also return r.
         residual_in_fp32: without a residual, r is fp32; otherwise r has the residual's dtype.
-        return_dropout_mask: also return the mask, uint8, 1 for kept values.
+        return_dropout_mask: also return the mask.
+        is_rms_norm: RMS norm instead of layer norm.
     Returns:
-        y in the dtype of x0, or a tuple of y and the other requested results.
-    Gradients for x0, residual, layerscale and the parameters.
+        y, then r and the mask if requested. A single value is not a tuple.
+        y: ``[..., n]`` in the dtype of x0.
+        r: ``[..., n]`` in the dtype of the residual. Without a residual, fp32 or the dtype of x0.
+        mask: uint8 ``[..., n]``, 1 for kept values. All are 1 if dropout_p is 0.
+    Raises:
+        AssertionError: the shapes of x0 and the residual differ.
+        RuntimeError: weight is not ``[n]``; for layer norm also if bias is not.
+    Gradients for x0, residual, rowscale, layerscale, weight and bias.
+    Source: layer norm, arXiv 1607.06450; RMS norm, arXiv 1910.07467. Names and arguments are those of upstream's
+    ``flash_attn.ops.layer_norm``.
 
     >>> x0, weight = torch.randn(2, 5, 8), torch.ones(8)
     >>> y, mask = dropout_add_norm(x0, None, weight, None, 0.5, 1e-5, return_dropout_mask=True, is_rms_norm=True)
@@ -91,10 +105,26 @@ def dropout_add_norm_subset(
     Args:
         x0: ``[k, ..., n]``. All results have these dimensions behind the first one.
         residual: ``[m, ..., n]`` or None.
-        x0_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of x0, or 0 for no row.
-        out_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of y, or 0 for no result.
+        x0_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of x0, or 0 for no row. None if x0
+            has all rows; then m is k.
+        out_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of y, or 0 for no result. None: all
+            results.
         rowscale_const: factor of x0.
-        out_numrows: rows of y, if ``out_subset`` is given.
+        out_numrows: rows of y, each of n numbers, if ``out_subset`` is given.
+        The others: see ``dropout_add_norm``.
+    Returns:
+        y, then r and the mask if requested. A single value is not a tuple.
+        y: ``[m, ..., n]`` in the dtype of x0. With out_subset there are out_numrows rows. Rows that out_subset does not
+            name are 0.
+        r: ``[m, ..., n]`` in the dtype of the residual. Without a residual, fp32 or the dtype of x0.
+        mask: uint8 ``[k, ..., n]``, 1 for kept values.
+    Raises:
+        AssertionError: out_numrows does not fill the dimensions behind the first one, or the residual does not fit.
+        RuntimeError: weight or bias does not fit as above, or x0_subset does not fill the dimensions behind the first
+            one.
+        IndexError: on CPU, a subset names a row that does not exist.
+    Gradients for x0, residual, layerscale, weight and bias.
+    Source: stochastic depth, arXiv 1603.09382; the others as of ``dropout_add_norm``.
 
     >>> x0, weight, subset = torch.randn(3, 8), torch.ones(8), torch.tensor([1, 0, 2])
     >>> y = dropout_add_norm_subset(
@@ -138,9 +168,25 @@ def dropout_add_norm_parallel_residual(
     *,
     is_rms_norm: bool,
 ) -> tuple[Optional[Tensor], ...]:
-    """r = dropout(x0) + dropout(x1) + residual and two norms of it: (y0, y1), y1 None without weight1.
+    """r = dropout(x0) + dropout(x1) + residual, and two norms of it.
 
-    With ``prenorm`` r follows, with ``return_dropout_mask`` the two masks. x1, weight1 and bias1 may be None.
+    Args:
+        x0: ``[..., n]``, any floating dtype.
+        x1, residual: of the shape of x0, or None.
+        weight0, bias0: ``[n]`` of the first norm; bias0 may be None.
+        weight1, bias1: ``[n]`` of the second norm, or None.
+        dropout_p: applied to x0 and x1, each with its own mask.
+        The others: see ``dropout_add_norm``.
+    Returns:
+        (y0, y1), then r and the two masks if requested.
+        y0, y1: ``[..., n]`` in the dtype of x0. Without weight1, y1 is None.
+        r: ``[..., n]`` in the dtype of the residual. Without a residual, fp32 (fp64 for fp64) or the dtype of x0.
+        masks: uint8 ``[..., n]`` for x0 and for x1, 1 for kept values. All are 1 without dropout or without x1.
+    Raises:
+        AssertionError: the shape of x1 or of the residual is not that of x0.
+        RuntimeError: a weight is not ``[n]``; for layer norm also if a bias is not.
+    Gradients for x0, x1, residual, weight0, bias0, weight1 and bias1.
+    Source: as of ``dropout_add_norm``.
 
     >>> x0, weight = torch.randn(5, 8), torch.ones(8)
     >>> y0, y1, r = dropout_add_norm_parallel_residual(
@@ -171,6 +217,14 @@ def dropout_add_norm_parallel_residual(
 class DropoutAddNorm(nn.Module):
     """``dropout_add_norm`` with its parameters; the subclasses say which norm.
 
+    Args:
+        hidden_size: n, the length of weight and bias. The weight starts as 1 and the bias as 0. RMS norm has no bias.
+        prenorm: return (y, r) instead of y.
+        p: dropout probability. Dropout acts in training mode only.
+        eps: added to the variance, or to the mean square of RMS norm.
+        residual_in_fp32: without a residual, r is fp32; otherwise r has the residual's dtype.
+        device, dtype: of the parameters.
+
     >>> class Norm(DropoutAddNorm):
     ...     is_rms_norm = True
     >>> Norm(8, p=0.1)(torch.randn(5, 8)).shape
@@ -197,11 +251,19 @@ class DropoutAddNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Sets the weight to 1 and the bias to 0."""
         nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x0: Tensor, residual: Optional[Tensor] = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
+        """x0 and residual ``[..., n]``; residual may be None.
+
+        Returns:
+            y ``[..., n]`` in the dtype of x0, or (y, r) with ``prenorm``; see ``dropout_add_norm``, also for the
+            errors.
+        Gradients for x0, residual and the parameters.
+        """
         return dropout_add_norm(
             x0,
             residual,

@@ -47,9 +47,17 @@ def fused_dense_func(
 
     Args:
         x: ``[..., in]``; with a process group and ``sequence_parallel`` this rank's rows of the first dimension.
-        weight: ``[out, in]``, this rank's outputs with a process group.
+        weight: ``[out, in]`` in the dtype of x, this rank's outputs with a process group.
+        bias: ``[out]`` or None.
         return_residual: return (output, x), for a residual branch.
+        process_group: ranks that share the outputs, or None.
+        sequence_parallel: gather the rows of all ranks first. Otherwise every rank passes all rows.
+    Returns:
+        ``[..., out]`` in the dtype of x, or autocast's. With a process group it holds all rows.
+    Raises:
+        RuntimeError: shapes or dtypes do not fit; the message is PyTorch's.
     Gradients for x, weight and bias, summed over the ranks for x.
+    Source: tensor parallelism, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198.
 
     >>> x, weight, bias = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
     >>> y, residual = fused_dense_func(x, weight, bias, return_residual=True)
@@ -77,11 +85,22 @@ def fused_mlp_func(
     """``act(x @ weight1.T + bias1) @ weight2.T + bias2``; with a process group the second product is this rank's part.
 
     Args:
-        x: as of ``fused_dense_func``. weight1: ``[hidden, in]``. weight2: ``[out, hidden]``.
+        x: as of ``fused_dense_func``.
+        weight1: ``[hidden, in]``; with a process group this rank's hidden features.
+        weight2: ``[out, hidden]``, likewise.
+        bias1: ``[hidden]`` or None.
+        bias2: ``[out]`` or None. It is added to this rank's part.
         activation: "gelu_approx" (tanh), "relu" or "sqrelu".
         checkpoint_lvl: 0 keeps the hidden activations for backward, 1 and 2 compute them again.
         save_pre_act, heuristic: choices of fused kernels, without effect.
         return_residual: return (output, x).
+        process_group, sequence_parallel: as of ``fused_dense_func``.
+    Returns:
+        ``[..., out]`` in the dtype of x, or autocast's. With a process group the caller sums it over the ranks.
+    Raises:
+        AssertionError: the activation or checkpoint_lvl is not one of these.
+        RuntimeError: shapes or dtypes do not fit; the message is PyTorch's.
+    Gradients for x, weight1, weight2, bias1 and bias2, summed over the ranks for x.
 
     >>> x, weight1, weight2 = torch.randn(5, 8), torch.randn(32, 8), torch.randn(8, 32)
     >>> fused_mlp_func(x, weight1, weight2, activation="sqrelu", checkpoint_lvl=1).shape
@@ -101,6 +120,8 @@ def fused_mlp_func(
 class FusedDenseFunc:
     """``apply`` is ``fused_dense_func``. PyTorch's operators record the gradients.
 
+    ``apply(x, weight, bias, return_residual=False, process_group=None, sequence_parallel=True)``.
+
     >>> FusedDenseFunc.apply(torch.randn(5, 8), torch.randn(16, 8), None).shape
     torch.Size([5, 16])
     """
@@ -119,6 +140,9 @@ class FusedDenseFunc:
 
 class FusedMLPFunc:
     """``apply`` is ``fused_mlp_func`` with each bias behind its weight.
+
+    ``apply(x, weight1, bias1, weight2, bias2, activation="gelu_approx", save_pre_act=True, return_residual=False,
+    checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True)``.
 
     >>> FusedMLPFunc.apply(torch.randn(5, 8), torch.randn(32, 8), None, torch.randn(8, 32), None).shape
     torch.Size([5, 8])
@@ -158,6 +182,10 @@ class FusedMLPFunc:
 class FusedDense(nn.Linear):
     """``nn.Linear`` that can return its input beside its output.
 
+    Args:
+        in_features, out_features, bias, device, dtype: as of ``nn.Linear``.
+        return_residual: return (output, x).
+
     >>> y, x = FusedDense(8, 16, return_residual=True)(torch.randn(5, 8))
     >>> y.shape, x.shape
     (torch.Size([5, 16]), torch.Size([5, 8]))
@@ -176,11 +204,26 @@ class FusedDense(nn.Linear):
         self.return_residual = return_residual
 
     def forward(self, x: Tensor, process_group: Group = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
+        """x ``[..., in]`` -> ``[..., out]``, or (output, x) with ``return_residual``.
+
+        With a process group, x holds this rank's rows, and the output holds all rows: ``fused_dense_func``.
+        Gradients for x, weight and bias.
+        """
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
 class ColumnParallelLinear(nn.Linear):
     """This rank's outputs of a linear layer of ``out_features``, split in units of ``multiple_of``.
+
+    Args:
+        in_features, out_features: sizes of the whole layer. The weight is ``[out of this rank, in]``.
+        process_group: ranks that share the outputs. The first ranks may get one unit more.
+        bias: a bias for this rank's outputs.
+        sequence_parallel: each rank passes its own rows of x. Otherwise every rank passes all rows.
+        device, dtype: of the parameters.
+    Raises:
+        AssertionError: out_features is not a multiple of multiple_of.
+    Source: tensor parallelism, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> ColumnParallelLinear(8, 16, torch.distributed.group.WORLD)(torch.randn(5, 8)).shape
@@ -204,11 +247,26 @@ class ColumnParallelLinear(nn.Linear):
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        """x ``[rows, ..., in]`` -> ``[rows, ..., out of this rank]``.
+
+        If sequence parallel, w ranks pass ``[rows / w, ..., in]`` each, and the output holds all rows.
+        Gradients for x, weight and bias, summed over the ranks for x.
+        """
         return F.linear(_to_columns(x, self.process_group, self.sequence_parallel), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Linear):
     """A linear layer over this rank's share of ``in_features``. The outputs are summed, and rank 0 adds the bias.
+
+    Args:
+        in_features, out_features: sizes of the whole layer. The weight is ``[out, in of this rank]``.
+        process_group: ranks that share the inputs. The first ranks may get one unit of ``multiple_of`` more.
+        bias: a bias, which the group's first rank holds. On the other ranks the bias is None.
+        sequence_parallel: each rank gets its own rows of the sum. Otherwise every rank gets all rows.
+        device, dtype: of the parameters.
+    Raises:
+        AssertionError: in_features is not a multiple of multiple_of.
+    Source: tensor parallelism, arXiv 1909.08053; sequence parallelism, arXiv 2205.05198.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> RowParallelLinear(16, 8, torch.distributed.group.WORLD)(torch.randn(5, 16)).shape
@@ -233,11 +291,30 @@ class RowParallelLinear(nn.Linear):
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        """x ``[rows, ..., in of this rank]`` -> ``[rows, ..., out]``.
+
+        If sequence parallel, each of w ranks gets ``[rows / w, ..., out]``.
+
+        Raises:
+            AssertionError: sequence parallel, and rows is not a multiple of w.
+        Gradients for x, weight and bias.
+        """
         return _from_rows(F.linear(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
 
 
 class FusedMLP(nn.Module):
     """``fused_mlp_func`` with its parameters, ``fc1`` and ``fc2``; hidden_features is 4 x in_features by default.
+
+    Args:
+        in_features, out_features: sizes of x and of the output; out_features is in_features by default.
+        bias1, bias2: whether ``fc1`` and ``fc2`` have a bias.
+        activation: "gelu_approx" (tanh), "relu" or "sqrelu".
+        return_residual: return (output, x).
+        checkpoint_lvl: 0 keeps the hidden activations for backward, 1 and 2 compute them again.
+        heuristic: without effect.
+        device, dtype: of the parameters.
+    Raises:
+        AssertionError: the activation is not one of these.
 
     >>> FusedMLP(8, activation="relu")(torch.randn(2, 5, 8)).shape
     torch.Size([2, 5, 8])
@@ -266,6 +343,15 @@ class FusedMLP(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, process_group: Group = None) -> Union[Tensor, tuple[Tensor, Tensor]]:
+        """x ``[..., in]`` -> ``[..., out]``, or (output, x) with ``return_residual``.
+
+        With a process group, x and the output hold this rank's rows of the first dimension. Each rank's ``fc1`` and
+        ``fc2`` are its part of the hidden features.
+
+        Raises:
+            AssertionError: checkpoint_lvl is not 0, 1 or 2.
+        Gradients for x and the parameters.
+        """
         y = fused_mlp_func(
             x,
             self.fc1.weight,
@@ -283,6 +369,13 @@ class FusedMLP(nn.Module):
 
 class ParallelFusedMLP(nn.Module):
     """``FusedMLP`` with the hidden features split over the ranks: ``fc1`` column parallel, ``fc2`` row parallel.
+
+    Args:
+        process_group: ranks that share the hidden features. None is refused.
+        sequence_parallel: each rank passes and gets its own rows. Otherwise every rank passes and gets all rows.
+        The others: see ``FusedMLP``.
+    Raises:
+        AssertionError: there is no process group, or the activation is not one of those of ``FusedMLP``.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> ParallelFusedMLP(8, process_group=torch.distributed.group.WORLD)(torch.randn(10, 8)).shape
@@ -316,6 +409,12 @@ class ParallelFusedMLP(nn.Module):
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **layout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x ``[rows, ..., in]`` -> ``[rows, ..., out]``. If sequence parallel, both hold this rank's rows.
+
+        Raises:
+            AssertionError: checkpoint_lvl is not 0, 1 or 2.
+        Gradients for x and the parameters, summed over the ranks for x.
+        """
         y = fused_mlp_func(
             x,
             self.fc1.weight,

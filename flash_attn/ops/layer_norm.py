@@ -39,6 +39,13 @@ def dropout_add_layer_norm(
 ) -> Union[Tensor, tuple[Tensor, ...]]:
     """Dropout, residual add and layer norm: ``dropout_add_norm``.
 
+    Args:
+        x0: ``[..., n]``; ``residual`` likewise or None.
+        weight, bias: ``[n]``; bias may be None.
+        The others: see ``ops.dropout_add_norm.dropout_add_norm``, also for errors and gradients.
+    Returns:
+        y in the dtype of x0. With ``prenorm`` r follows, with ``return_dropout_mask`` the uint8 mask.
+
     >>> x0, residual, weight, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), torch.zeros(8)
     >>> y, r = dropout_add_layer_norm(x0, residual, weight, bias, 0.0, 1e-5, prenorm=True)
     >>> torch.allclose(y, torch.nn.functional.layer_norm(x0 + residual, (8,)), atol=1e-6), torch.equal(r, x0 + residual)
@@ -77,6 +84,15 @@ def dropout_add_layer_norm_subset(
     return_dropout_mask: bool = False,
 ) -> Union[Tensor, tuple[Tensor, ...]]:
     """The same for some rows only: ``dropout_add_norm_subset``.
+
+    Args:
+        x0: ``[k, ..., n]``. residual: ``[m, ..., n]`` or None.
+        x0_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of x0, or 0 for no row.
+        out_subset: ``[m, ...]`` integers. For each row of the residual, 1 + the row of y, or 0 for no result.
+        out_numrows: rows of y, if ``out_subset`` is given.
+        The others: see ``ops.dropout_add_norm.dropout_add_norm_subset``, also for errors and gradients.
+    Returns:
+        y in the dtype of x0. With ``prenorm`` r follows, with ``return_dropout_mask`` the uint8 mask of x0.
 
     >>> x0, residual, weight = torch.randn(2, 8), torch.randn(3, 8), torch.ones(8)
     >>> subset = torch.tensor([1, 0, 2])  # the second row of the residual gets nothing
@@ -118,6 +134,14 @@ def dropout_add_layer_norm_parallel_residual(
 ) -> tuple[Optional[Tensor], ...]:
     """The same for two inputs and two norms: ``dropout_add_norm_parallel_residual``.
 
+    Args:
+        x0: ``[..., n]``; ``x1`` and ``residual`` likewise or None.
+        weight0, bias0, weight1, bias1: ``[n]`` of the two norms. All except weight0 may be None.
+        The others: see ``ops.dropout_add_norm.dropout_add_norm_parallel_residual``, also for errors and gradients.
+    Returns:
+        (y0, y1) in the dtype of x0; without weight1, y1 is None. With ``prenorm`` r follows, with
+        ``return_dropout_mask`` two uint8 masks.
+
     >>> x0, x1, weight = torch.randn(5, 8), torch.randn(5, 8), torch.ones(8)
     >>> y0, y1 = dropout_add_layer_norm_parallel_residual(x0, x1, None, weight, None, 2 * weight, None, 0.0, 1e-5)
     >>> torch.allclose(y1, 2 * y0)
@@ -143,6 +167,17 @@ def dropout_add_layer_norm_parallel_residual(
 def layer_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], epsilon: float) -> Tensor:
     """``[..., n]`` normalised over the last dimension.
 
+    Args:
+        x: ``[..., n]``, any floating dtype.
+        weight, bias: ``[n]``; bias may be None.
+        epsilon: added to the variance.
+    Returns:
+        ``[..., n]`` in the dtype of x.
+    Raises:
+        RuntimeError: weight or bias is not ``[n]``.
+    Gradients for x, weight and bias.
+    Source: arXiv 1607.06450.
+
     >>> x, weight, bias = torch.randn(5, 8), torch.ones(8), torch.zeros(8)
     >>> torch.allclose(layer_norm(x, weight, bias, 1e-5), torch.nn.functional.layer_norm(x, (8,)))
     True
@@ -152,6 +187,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor], epsilon: float
 
 class DropoutAddLayerNormFn:
     """``apply`` is ``dropout_add_norm`` with the argument order of the fused kernels.
+
+    ``apply(x0, residual, gamma, beta, rowscale, colscale, dropout_p, epsilon, residual_in_fp32=False, prenorm=False,
+    is_rms_norm=False, return_dmask=False)``. Here weight and bias are gamma and beta, and layerscale is colscale.
 
     >>> x0, weight = torch.randn(5, 8), torch.ones(8)
     >>> DropoutAddLayerNormFn.apply(x0, x0, weight, None, None, None, 0.1, 1e-5).shape
@@ -191,6 +229,10 @@ class DropoutAddLayerNormFn:
 
 class DropoutAddLayerNormSubsetFn:
     """``apply`` is ``dropout_add_norm_subset`` with the argument order of the fused kernels.
+
+    ``apply(x0, residual, gamma, beta, colscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows,
+    residual_in_fp32=False, prenorm=False, is_rms_norm=False, return_dmask=False)``. Here weight and bias are gamma and
+    beta, and layerscale is colscale.
 
     >>> x0, weight = torch.randn(5, 8), torch.ones(8)
     >>> DropoutAddLayerNormSubsetFn.apply(x0, x0, weight, None, None, None, None, 0.1, 1e-5, 1.0, 0).shape
@@ -237,6 +279,9 @@ class DropoutAddLayerNormSubsetFn:
 class DropoutAddLayerNormParallelResidualFn:
     """``apply`` is ``dropout_add_norm_parallel_residual`` with the argument order of the fused kernels.
 
+    ``apply(x0, x1, residual, gamma0, beta0, gamma1, beta1, dropout_p, epsilon, residual_in_fp32=False, prenorm=False,
+    is_rms_norm=False, return_dmask=False)``. Here weights and biases are gamma and beta.
+
     >>> x, weight = torch.randn(5, 8), torch.ones(8)
     >>> y0, y1 = DropoutAddLayerNormParallelResidualFn.apply(x, None, x, weight, None, None, None, 0.1, 1e-5)
     >>> y0.shape, y1
@@ -278,6 +323,8 @@ class DropoutAddLayerNormParallelResidualFn:
 
 class DropoutAddLayerNorm(DropoutAddNorm):
     """Dropout, residual add and layer norm.
+
+    Arguments, results and errors are those of ``ops.dropout_add_norm.DropoutAddNorm``. There are a weight and a bias.
 
     >>> norm = DropoutAddLayerNorm(8, prenorm=True, p=0.1)
     >>> y, r = norm(torch.randn(5, 8), torch.randn(5, 8))

@@ -35,6 +35,14 @@ def benchmark_forward(
 ) -> Timed:
     """Times the forward pass.
 
+    Args:
+        fn, inputs, kwinputs: ``fn(*inputs, **kwinputs)`` is measured.
+        repeats: number of runs.
+        desc, verbose: with verbose, print the measurement behind a line that starts with desc.
+        amp, amp_dtype: run under autocast with this dtype, on the device type of the first tensor of inputs.
+    Returns:
+        (timer, measurement) of ``torch.utils.benchmark``; ``measurement.mean`` is the seconds of one run.
+
     >>> timer, measured = benchmark_forward(torch.sin, torch.ones(8), repeats=3, verbose=False)
     >>> measured.mean > 0
     True
@@ -59,6 +67,17 @@ def benchmark_backward(
     **kwinputs: Any,
 ) -> Timed:
     """Times the backward pass. Gradients of the inputs are dropped before each run.
+
+    Args:
+        fn, inputs, kwinputs: ``fn(*inputs, **kwinputs)`` is measured.
+        grad: gradient of the (first) output, of its shape; random by default.
+        repeats: number of runs.
+        desc, verbose: with verbose, print the measurement behind a line that starts with desc.
+        amp, amp_dtype: run under autocast with this dtype, on the device type of the first tensor of inputs.
+    Returns:
+        (timer, measurement) of ``torch.utils.benchmark``; ``measurement.mean`` is the seconds of one run.
+    Raises:
+        RuntimeError: grad has another shape than the output.
 
     >>> x = torch.ones(8, requires_grad=True)
     >>> timer, measured = benchmark_backward(torch.sin, x, repeats=3, verbose=False)
@@ -86,6 +105,19 @@ def benchmark_combined(
     **kwinputs: Any,
 ) -> Timed:
     """Times forward and backward passes together.
+
+    Gradients of the inputs are dropped before each run. One more forward pass runs before the timing.
+
+    Args:
+        fn, inputs, kwinputs: ``fn(*inputs, **kwinputs)`` is measured.
+        grad: gradient of the (first) output, of its shape; random by default.
+        repeats: number of runs.
+        desc, verbose: with verbose, print the measurement behind a line that starts with desc.
+        amp, amp_dtype: run under autocast with this dtype, on the device type of the first tensor of inputs.
+    Returns:
+        (timer, measurement) of ``torch.utils.benchmark``; ``measurement.mean`` is the seconds of one run.
+    Raises:
+        RuntimeError: grad has another shape than the output.
 
     >>> x = torch.ones(8, requires_grad=True)
     >>> timer, measured = benchmark_combined(torch.sin, x, repeats=3, verbose=False)
@@ -115,6 +147,11 @@ def benchmark_fwd_bwd(
 ) -> tuple[Timed, Timed]:
     """Returns (timer, measurement) of the forward pass and of the backward pass.
 
+    The arguments are those of ``benchmark_backward``, and the pairs are those of ``benchmark_forward`` and
+    ``benchmark_backward``.
+    Raises:
+        RuntimeError: grad has another shape than the output.
+
     >>> x = torch.ones(8, requires_grad=True)
     >>> forward, backward = benchmark_fwd_bwd(torch.sin, x, repeats=3, verbose=False)
     >>> forward[1].mean > 0 and backward[1].mean > 0
@@ -136,6 +173,11 @@ def benchmark_all(
     **kwinputs: Any,
 ) -> tuple[Timed, Timed, Timed]:
     """Returns (timer, measurement) of the forward pass, of the backward pass, and of both together.
+
+    The arguments are those of ``benchmark_backward``, and the pairs are those of ``benchmark_forward``,
+    ``benchmark_backward`` and ``benchmark_combined``.
+    Raises:
+        RuntimeError: grad has another shape than the output.
 
     >>> x = torch.ones(8, requires_grad=True)
     >>> [measured.mean > 0 for timer, measured in benchmark_all(torch.sin, x, repeats=3, verbose=False)]
@@ -161,6 +203,14 @@ def pytorch_profiler(
     **kwinputs: Any,
 ) -> None:
     """Profiles one call after 30 calls of warm-up, prints the costliest operators, and may write a Chrome trace.
+
+    Args:
+        fn, inputs, kwinputs: ``fn(*inputs, **kwinputs)`` is measured.
+        trace_filename: file of the Chrome trace; None: no trace.
+        backward: each call includes a backward pass, with a random gradient.
+        amp, amp_dtype: as of ``benchmark_forward``.
+        cpu: record the CPU, too. The CPU is always recorded if the first tensor of inputs is not on CUDA.
+        verbose: print the table.
 
     >>> pytorch_profiler(torch.sin, torch.ones(8), cpu=True, verbose=False)
     """
@@ -190,6 +240,9 @@ def benchmark_memory(
     fn: Callable[..., Any], *inputs: Any, desc: str = "", verbose: bool = True, **kwinputs: Any
 ) -> float:
     """Returns the peak CUDA memory of one call in GB (10^9 bytes).
+
+    The peak is that of PyTorch's allocator on the current device, and includes the memory of the inputs and of other
+    live tensors. fn is called as ``fn(*inputs, **kwinputs)``. desc starts the line that ``verbose`` prints.
 
     >>> gigabytes = benchmark_memory(torch.sin, torch.ones(8, device="cuda"), verbose=False)  # doctest: +SKIP
     """

@@ -36,6 +36,14 @@ __all__ = [
 def all_gather_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
     """Joins the ranks' ``[n, ...]`` in order to ``[w n, ...]``.
 
+    Args:
+        input_: ``[n, ...]``, any strides.
+        process_group: the w ranks; None is the default group.
+        async_op: return before the result is there; ``handle.wait()`` waits for it.
+    Returns:
+        (``[w n, ...]`` in the dtype of input_, handle). The handle is None unless ``async_op``.
+    There are no gradients; see ``all_gather``.
+
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> output, handle = all_gather_raw(torch.ones(2, 3), torch.distributed.group.WORLD)
     >>> output.shape, handle
@@ -50,6 +58,16 @@ def all_gather_raw(input_: Tensor, process_group: Group, async_op: bool = False)
 
 def reduce_scatter_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
     """Sums ``[w n, ...]`` over the ranks and returns this rank's ``[n, ...]``.
+
+    Args:
+        input_: ``[w n, ...]``, any strides.
+        process_group: the w ranks; None is the default group.
+        async_op: return before the result is there; ``handle.wait()`` waits for it.
+    Returns:
+        (``[n, ...]`` in the dtype of input_, handle). The handle is None unless ``async_op``.
+    Raises:
+        AssertionError: the first dimension is not a multiple of w.
+    There are no gradients; see ``reduce_scatter``.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> output, handle = reduce_scatter_raw(torch.ones(2, 3), torch.distributed.group.WORLD)
@@ -67,6 +85,14 @@ def reduce_scatter_raw(input_: Tensor, process_group: Group, async_op: bool = Fa
 def all_reduce_raw(input_: Tensor, process_group: Group, async_op: bool = False) -> tuple[Tensor, Any]:
     """Returns the sum over ranks, written over ``input_`` if ``input_`` is contiguous.
 
+    Args:
+        input_: ``[...]``, any strides.
+        process_group: the w ranks; None is the default group.
+        async_op: return before the result is there; ``handle.wait()`` waits for it.
+    Returns:
+        (``[...]`` in the dtype of input_, handle). The handle is None unless ``async_op``.
+    There are no gradients; see ``all_reduce``.
+
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> output, handle = all_reduce_raw(torch.ones(2, 3), torch.distributed.group.WORLD)
     >>> output.shape, handle
@@ -78,7 +104,7 @@ def all_reduce_raw(input_: Tensor, process_group: Group, async_op: bool = False)
 
 
 class AllGatherFunc(torch.autograd.Function):
-    """Gather sequence parallel activations.
+    """Gather sequence parallel activations: ``apply(input_, process_group)`` is ``all_gather``.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> AllGatherFunc.apply(torch.ones(2, 3), torch.distributed.group.WORLD).shape
@@ -97,7 +123,7 @@ class AllGatherFunc(torch.autograd.Function):
 
 
 class ReduceScatterFunc(torch.autograd.Function):
-    """Sum partial results and keep this rank's rows.
+    """Sum partial results and keep this rank's rows: ``apply(input_, process_group)`` is ``reduce_scatter``.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> ReduceScatterFunc.apply(torch.ones(2, 3), torch.distributed.group.WORLD).shape
@@ -116,7 +142,7 @@ class ReduceScatterFunc(torch.autograd.Function):
 
 
 class AllReduceFunc(torch.autograd.Function):
-    """Sum partial results onto every rank.
+    """Sum partial results onto every rank: ``apply(input_, process_group)`` is ``all_reduce``.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> AllReduceFunc.apply(torch.ones(2, 3), torch.distributed.group.WORLD).shape
@@ -149,6 +175,9 @@ class CopyToRanksFunc(torch.autograd.Function):
 def all_gather(input_: Tensor, process_group: Group) -> Tensor:
     """``all_gather_raw`` with a gradient, which is summed over the ranks and scattered.
 
+    input_ ``[n, ...]`` -> ``[w n, ...]`` in the same dtype, in the order of the ranks.
+    Gradient for input_.
+
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> all_gather(torch.ones(2, 3), torch.distributed.group.WORLD).shape  # [2 w, 3] on w ranks
     torch.Size([2, 3])
@@ -159,6 +188,12 @@ def all_gather(input_: Tensor, process_group: Group) -> Tensor:
 
 def reduce_scatter(input_: Tensor, process_group: Group) -> Tensor:
     """``reduce_scatter_raw`` with a gradient, which is gathered.
+
+    input_ ``[w n, ...]`` -> ``[n, ...]`` in the same dtype.
+
+    Raises:
+        AssertionError: the first dimension is not a multiple of w.
+    Gradient for input_.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> reduce_scatter(torch.ones(2, 3), torch.distributed.group.WORLD).shape  # [2 / w, 3] on w ranks
@@ -171,6 +206,8 @@ def reduce_scatter(input_: Tensor, process_group: Group) -> Tensor:
 def all_reduce(input_: Tensor, process_group: Group) -> Tensor:
     """The sum over the ranks in new memory, with a gradient, which passes unchanged.
 
+    input_ ``[...]`` -> the same shape and dtype. Gradient for input_.
+
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> all_reduce(torch.ones(2, 3), torch.distributed.group.WORLD).sum()  # 6 w on w ranks
     tensor(6.)
@@ -180,12 +217,15 @@ def all_reduce(input_: Tensor, process_group: Group) -> Tensor:
 
 
 def copy_to_ranks(input_: Tensor, process_group: Group) -> Tensor:
-    """The input, whose gradient is summed over the ranks."""
+    """The input, of the same shape and dtype, whose gradient is summed over the ranks."""
     return CopyToRanksFunc.apply(input_, process_group)
 
 
 def sync_shared_params(model: nn.Module, process_group: Group) -> None:
     """Copy the parameters marked ``_shared_params`` from the group's first rank to the others.
+
+    All ranks call it with models whose parameters have the same names, shapes and marks. The copy is in place. Without
+    a process_group the source is rank 0.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> model = torch.nn.LayerNorm(8)
@@ -201,6 +241,9 @@ def sync_shared_params(model: nn.Module, process_group: Group) -> None:
 
 def allreduce_sequence_parallel_grad(model: nn.Module, process_group: Group) -> None:
     """Sum over ranks the gradients of parameters marked ``_sequence_parallel``, in one message per dtype.
+
+    All ranks call it after the backward, with the same marks. The sums replace the gradients in place. Parameters
+    without a gradient are left out.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> model = torch.nn.LayerNorm(8)
@@ -219,6 +262,8 @@ def allreduce_sequence_parallel_grad(model: nn.Module, process_group: Group) -> 
 
 def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
     """Returns a rank's share of ``dim`` in multiples of ``multiple_of``. The first ranks may get one multiple more.
+
+    If dim is not a multiple of multiple_of, the rest belongs to no rank.
 
     >>> [get_dim_for_local_rank(640, 4, rank, multiple_of=64) for rank in range(4)]
     [192, 192, 128, 128]

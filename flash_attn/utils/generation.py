@@ -39,6 +39,13 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 class InferenceParams:
     """State of one generation, passed to every layer.
 
+    Args:
+        max_seqlen, max_batch_size: tokens and sequences for which the caches have room.
+        seqlen_offset: tokens in the caches.
+        batch_size_offset: first row of the caches in use.
+        key_value_memory_dict: for each layer_idx its cache ``[max_batch_size, max_seqlen, 2, h_kv, d]``.
+        lengths_per_sample: int32 ``[max_batch_size]``, tokens in the caches, if the sequences differ; otherwise None.
+
     >>> params = InferenceParams(max_seqlen=128, max_batch_size=2, seqlen_offset=7)
     >>> params.reset(256, 2)
     >>> params.max_seqlen, params.seqlen_offset
@@ -53,7 +60,11 @@ class InferenceParams:
     lengths_per_sample: Optional[Tensor] = None  # [max_batch_size] int32 if lengths differ, otherwise None
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
-        """Start over with the same memory."""
+        """Start over with the same memory.
+
+        max_seqlen and max_batch_size are set. seqlen_offset and lengths_per_sample become 0. The caches stay as they
+        are.
+        """
         self.max_seqlen, self.max_batch_size, self.seqlen_offset = max_seqlen, max_batch_size, 0
         if self.lengths_per_sample is not None:
             self.lengths_per_sample.zero_()
@@ -61,6 +72,11 @@ class InferenceParams:
 
 class DecoderOutput(NamedTuple):
     """The result of ``decode``.
+
+    Args:
+        sequences: tokens ``[b, length]``, prompt included.
+        scores: a tensor ``[b, V]`` for each new token. ``decode_speculative`` returns one tensor
+            ``[1, new tokens, V]``. A ``generate`` without output_scores returns None.
 
     >>> sequences, scores = DecoderOutput(torch.tensor([[1, 2, 3]]), None)
     >>> sequences.shape
@@ -83,6 +99,8 @@ def allocate_inference_cache(
 ) -> dict[int, Tensor]:
     """``{layer_idx: empty [max_batch_size, max_seqlen, 2, nheads, headdim]}``. ``layers``: a count or the indices.
 
+    nheads is the number of heads of k and v. The memory is not initialised.
+
     >>> caches = allocate_inference_cache(2, 128, nheads=4, headdim=64, layers=3, device="cpu")
     >>> list(caches), caches[0].shape
     ([0, 1, 2], torch.Size([2, 128, 2, 4, 64]))
@@ -97,6 +115,11 @@ def allocate_inference_cache(
 def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
     """Set all but the ``top_k`` largest of each row to -inf, in place.
 
+    logits is ``[..., V]``. Logits equal to the smallest of these are kept, too.
+
+    Raises:
+        RuntimeError: top_k exceeds V.
+
     >>> logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
     >>> modify_logits_for_top_k_filtering(logits, 2)
     >>> logits
@@ -108,6 +131,9 @@ def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
 
 def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
     """Keep the fewest largest logits of each row that reach ``top_p`` in (0, 1), and set others to -inf, in place.
+
+    logits is ``[..., V]``. With other values of top_p nothing changes.
+    Source: arXiv 1904.09751.
 
     >>> logits = torch.tensor([[0.1, 0.6, 0.3]]).log()
     >>> modify_logits_for_top_p_filtering(logits, 0.8)
@@ -126,6 +152,13 @@ def modify_logit_for_repetition_penalty(
 ) -> Tensor:
     """Divide the positive and multiply the negative logits of tokens seen before, in place (arXiv 1909.05858).
 
+    Args:
+        logits: ``[b, V]``.
+        prev_output_tokens: ``[b, s]`` tokens, int64.
+        repetition_penalty: the factor; 1 changes nothing.
+    Returns:
+        logits.
+
     >>> logits = torch.tensor([[2.0, -2.0, 1.0]])
     >>> modify_logit_for_repetition_penalty(logits, torch.tensor([[0, 1]]), 2.0)
     tensor([[ 1., -4.,  1.]])
@@ -139,6 +172,16 @@ def modify_logit_for_repetition_penalty(
 
 def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: float = 1.0) -> Tensor:
     """Draw a token for each row ``[b, V]`` -> ``[b]``: the largest if top_k is 1, or one of the filtered softmax.
+
+    Args:
+        logits: ``[b, V]``, any floating dtype. They are not changed.
+        top_k: number of the largest logits to draw from; 0: all.
+        top_p: draw from the fewest tokens whose probabilities reach top_p together; 0 and 1: from all.
+        temperature: divides the logits.
+    Returns:
+        int64 ``[b]``. Tokens are drawn with torch's default generator of the device.
+    Raises:
+        AssertionError: top_p exceeds 1 and top_k is not 1.
 
     >>> sample(torch.tensor([[1.0, 4.0, 2.0]]))
     tensor([1])
@@ -175,6 +218,12 @@ def decode(
     """Extend ``input_ids`` ``[b, s]`` to ``max_length`` tokens, or until every sequence has drawn ``eos_token_id``.
 
     Args:
+        input_ids: tokens ``[b, s]``, the prompt.
+        model: called as the first lines of ``utils.generation`` say.
+        max_length: tokens of the result, prompt included.
+        top_k, top_p, temperature: as of ``sample``.
+        eos_token_id: ends a sequence. A sequence that has ended draws on until all have ended. None: no token ends a
+            sequence.
         teacher_outputs: ``[b, max_length]`` tokens to feed instead of the drawn ones, to compare scores.
         vocab_size: logits beyond it (padding of the vocabulary) are cut off.
         tensor_parallel: ranks that share the model's heads. They wait for each other around the timing.
@@ -182,7 +231,11 @@ def decode(
         enable_timing: print the time of prompt and decoding.
         repetition_penalty: as of ``modify_logit_for_repetition_penalty``.
     Returns:
-        DecoderOutput. Its scores are the logits of each step.
+        DecoderOutput. Its sequences are ``[b, length]``, prompt included. Its scores are the logits ``[b, V]`` of each
+        step, after vocab_size and repetition_penalty.
+    Raises:
+        AssertionError: as of ``sample``.
+    There are no gradients.
 
     >>> from types import SimpleNamespace
     >>> def model(tokens, **_):  # the next token is the last one plus 1
@@ -231,7 +284,10 @@ def sample_speculative(
         logits: ``[b, s + 1, V]`` of the model. logits_draft: ``[b, s, V]`` of the draft. tokens_draft: ``[b, s]``.
         top_k, top_p, temperature: as of ``sample``; the draft was drawn with them, too.
     Returns:
-        (tokens ``[b, s + 1]``, their number ``[b]``, 1 to s + 1): the accepted tokens, and one drawn behind them.
+        (tokens ``[b, s + 1]``, their number ``[b]``, 1 to s + 1): the accepted tokens, and one drawn behind them. The
+        entries after this number have no meaning. tokens has the dtype of tokens_draft, and the number is int64.
+    Raises:
+        AssertionError: the shapes do not fit.
 
     >>> logits, drafted = torch.eye(5)[torch.tensor([[1, 2, 4]])], torch.tensor([[1, 3]])
     >>> sample_speculative(logits, torch.eye(5)[drafted], drafted)[1] <= 3
@@ -276,9 +332,15 @@ def decode_speculative(
 
     Args:
         input_ids: ``[1, s]``. eos_token_id: must be None. debug: print the tokens of each step.
+        model, model_draft: the model, and the smaller model with the same vocabulary.
         The others are those of ``decode``.
     Returns:
-        DecoderOutput. Its scores are one tensor ``[1, new tokens, V]``, the model's logits.
+        DecoderOutput. Its scores are one tensor ``[1, new tokens, V]``, the model's logits. Without new tokens they are
+        ().
+    Raises:
+        AssertionError: input_ids has several sequences, eos_token_id is given, or as of ``sample``.
+    There are no gradients.
+    Source: arXiv 2211.17192.
 
     >>> from types import SimpleNamespace
     >>> def model(tokens, **_):  # the next token is the last one plus 1
@@ -360,6 +422,14 @@ def _stepper(model, batch, length, max_length, cg, decoding_seqlens, tensor_para
 class DecodingCGCache:
     """The graphs of a model's decoding steps, and the caches that the graphs read and write.
 
+    Args:
+        max_batch_size, max_seqlen: sequences and tokens for which the caches have room.
+        device, dtype: of the caches.
+        callables: the steps, by batch and tokens of a step.
+        mempool: CUDA memory pool of the graphs; None on the CPU.
+        inference_params: the caches, and their number of tokens.
+        run: function of (input_ids, position_ids, tokens in the caches), which returns logits.
+
     >>> DecodingCGCache().callables
     {}
     """
@@ -389,13 +459,19 @@ def update_graph_cache(
     """A ``DecodingCGCache`` with a graph for each step of ``decoding_seqlens`` tokens.
 
     Args:
+        model: a module, called as the first lines of ``utils.generation`` say. It has ``allocate_inference_cache`` or a
+            transformers ``config``.
         cache: a former result, whose graphs are kept if its memory is large enough and of the same kind, or None.
+        batch_size: sequences of a step.
         seqlen_og: tokens of the prompt.
         max_seqlen: tokens that the caches must hold.
+        decoding_seqlens: numbers of tokens of a step.
         tensor_parallel: ranks that share the heads of a model without ``allocate_inference_cache``.
         dtype: of the caches, by default the dtype of the first parameter.
+        n_warmups: calls of the model before a graph is recorded.
     Returns:
         The cache. Its ``run`` does a step. On the CPU there are no graphs, and ``run`` calls the model.
+    There are no gradients.
 
     >>> from types import SimpleNamespace
     >>> class Model(torch.nn.Embedding):
@@ -451,6 +527,13 @@ def capture_graph(
 ) -> Step:
     """Record a step of ``decoding_seqlen`` tokens as a CUDA graph, in memory of ``mempool``.
 
+    Args:
+        model: a module, called as the first lines of ``utils.generation`` say.
+        inference_params: the caches, with lengths_per_sample.
+        batch_size, max_seqlen: sequences of a step, and tokens for which the caches have room.
+        decoding_seqlen: tokens of a step.
+        mempool: a handle of ``torch.cuda.graph_pool_handle``, or None for memory of its own.
+        n_warmups: calls of the model before the graph is recorded.
     Returns:
         A function of (input_ids ``[b, decoding_seqlen]``, position_ids likewise, tokens in the caches), which returns
         logits ``[b, decoding_seqlen, V]``. On the CPU the function calls the model.
@@ -548,6 +631,11 @@ class GenerationMixin:
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: Optional[torch.dtype] = None, **kwargs: Any
     ) -> Any:
+        """The caches of a model for ``update_graph_cache``. A model that decodes from CUDA graphs defines this method.
+
+        Raises:
+            NotImplementedError: the model does not define the method.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say how to allocate its caches")
 
     def generate(
@@ -561,7 +649,18 @@ class GenerationMixin:
         output_scores: bool = False,
         **kwargs: Any,
     ) -> Union[Tensor, DecoderOutput]:
-        """Runs ``decode`` with this model. Returns the tokens, or DecoderOutput if ``return_dict_in_generate``."""
+        """Runs ``decode`` with this model. Returns the tokens, or DecoderOutput if ``return_dict_in_generate``.
+
+        Args:
+            input_ids: tokens ``[b, s]``, the prompt.
+            max_length: tokens of the result, prompt included.
+            top_k, top_p, temperature: as of ``sample``.
+            output_scores: keep the scores in the DecoderOutput. Otherwise they are None.
+            kwargs: further arguments of ``decode``.
+        Returns:
+            Tokens ``[b, length]``, or DecoderOutput.
+        There are no gradients.
+        """
         output = decode(
             input_ids,
             self,

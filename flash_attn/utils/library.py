@@ -22,9 +22,13 @@ def triton_op(
 
     Args:
         name: "namespace::operator". mutates_args: names of the arguments that ``fn`` writes.
-        schema: the operator's schema, by default from the annotations of ``fn``. torch.library's own ``triton_op``
-            does not use it. So an operator with a schema is made as with ``allow_decomposition=False``.
-        allow_decomposition: False hides the kernels from the compiler, as ``torch.library.custom_op`` does.
+        fn: the function. Its arguments and results are those of the operator.
+        schema: the operator's schema, by default from the annotations of ``fn``. torch.library's own ``triton_op`` does
+            not use it. So an operator with a schema is made as with ``allow_decomposition=False``.
+        allow_decomposition: False hides the kernels from the compiler, as ``torch.library.custom_op`` does. Then ``fn``
+            also serves as the operator's fake implementation.
+    Returns:
+        The operator, a ``CustomOpDef`` of torch.library.
 
     >>> def twice(x: torch.Tensor) -> torch.Tensor:
     ...     return 2 * x

@@ -22,9 +22,15 @@ __all__ = [
 def generate_random_padding_mask(
     max_seqlen: int, batch_size: int, device: Device, mode: str = "random", zero_lengths: bool = False
 ) -> Tensor:
-    """Mask ``[b, s]`` of the present tokens: "full", "random" lengths, or lengths in the longest "third" of the range.
+    """Bool mask ``[b, s]`` of the present tokens, which come first in each sequence.
 
-    With ``zero_lengths`` every fifth sequence, the last one too, is empty.
+    Args:
+        max_seqlen, batch_size: s and b.
+        mode: "full": s tokens in each sequence. "random": s - 20 to s tokens, at least 1. "third": s // 3 to s tokens.
+        zero_lengths: the first sequence, every fifth after it and the last are empty. Other "random" ones may be empty,
+            too.
+    Raises:
+        AssertionError: mode is not one of these.
 
     >>> generate_random_padding_mask(4, 2, "cpu", mode="full")
     tensor([[True, True, True, True],
@@ -56,14 +62,20 @@ def generate_qkv(
     Args:
         q: ``[b, s_q, h, d]``. k: ``[b, s_k, h_kv, d]``. v: ``[b, s_k, h_kv, d_v]``. qv: ``[b, s_q, h, d_v]`` or None.
         query_padding_mask, key_padding_mask: ``[b, s]`` or None, true for the tokens in use.
+        kvpacked, qkvpacked: return one of the forms below instead of the default.
         query_unused_mask, key_unused_mask: ``[b, s]`` or None, true for tokens that have a place but are not in use.
             They need the padding mask, and exclude the packed forms.
     Returns:
-        default: q, k, v, qv packed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k,
-            q, k, v, qv padded, output_pad_fn, dq_pad_fn, dk_pad_fn. A seqused is None without its padding mask.
+        default: q, k, v, qv packed, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, q, k,
+            v, qv padded, output_pad_fn, dq_pad_fn, dk_pad_fn. A seqused is None without its padding mask.
         kvpacked: q and kv packed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, q and kv padded,
             output_pad_fn, dq_pad_fn, dkv_pad_fn.
         qkvpacked: qkv packed, cu_seqlens, max_seqlen, qkv padded, output_pad_fn, dqkv_pad_fn.
+        packed: ``[t, ...]``. padded: ``[b, s, ...]``. Except qv they are leaves that require grad. cu_seqlens: int32
+            ``[b + 1]``. A pad function takes ``[t, ...]`` and returns ``[b, s, ...]``.
+    Raises:
+        AssertionError: options that exclude each other, an unused mask without its padding mask, or qkvpacked with
+            different lengths of queries and keys.
 
     >>> q, k, v = torch.randn(3, 2, 4, 3, 8)
     >>> qkv, cu_seqlens, longest, *_ = generate_qkv(q, k, v, qkvpacked=True)
@@ -103,14 +115,18 @@ def construct_local_mask(
     key_leftpad: Optional[Tensor] = None,
     device: Device = None,
 ) -> Tensor:
-    """True if key j is outside the window of query i: not i + D - L <= j <= i + D + R, D = keys - queries.
+    """True if key j is outside the window of query i.
 
-    The shape is ``[s_q, s_k]``. With masks or ``key_leftpad`` ``[b]`` the shape is ``[b, 1, s_q, s_k]``, and lengths
-    are counted per sequence.
+    The window is i + D - L <= j <= i + D + R with D = keys - queries. The shape is ``[s_q, s_k]``. With masks or
+    ``key_leftpad`` ``[b]`` the shape is ``[b, 1, s_q, s_k]``, and lengths are counted per sequence.
 
     Args:
+        seqlen_q, seqlen_k: s_q and s_k.
         window_size: ``(L, R)``; None or a negative number is unlimited.
         sink_token_length: so many first keys are visible whatever L says.
+        query_padding_mask, key_padding_mask: bool ``[b, s_q]`` and ``[b, s_k]``, true for the tokens in use.
+        key_leftpad: ``[b]``, so many first keys of a sequence are padding and outside.
+        device: of the result.
 
     >>> construct_local_mask(2, 4, window_size=(1, 0)).int()  # 1 is outside
     tensor([[1, 0, 0, 1],
@@ -136,9 +152,10 @@ def construct_chunk_mask(
     key_leftpad: Optional[Tensor] = None,
     device: Device = None,
 ) -> Tensor:
-    """True if key j is outside the chunk of query i: not c <= j < c + attention_chunk, c = i + D rounded down.
+    """True if key j is outside the chunk of query i.
 
-    D and the shapes are those of ``construct_local_mask``.
+    The chunk is c <= j < c + attention_chunk, where c is i + D rounded down to a multiple of attention_chunk. D, the
+    shapes and the other arguments are those of ``construct_local_mask``.
 
     >>> construct_chunk_mask(4, 4, attention_chunk=2).int()  # 1 is outside
     tensor([[0, 0, 1, 1],
@@ -192,10 +209,13 @@ def attention_ref(
         q_descale, k_descale, v_descale: ``[b, h_kv]``, factors of q and qv, of k and of v.
         window_size, sink_token_length: as of ``construct_local_mask``. attention_chunk: 0 is off.
         learnable_sink: ``[h]``, the score of one more key without a value.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before the bias; 0 is off.
         upcast: compute in fp32. reorder_ops: scale k instead of q, which rounds differently and as correctly.
         intermediate_dtype: the probabilities are rounded to it before they meet v.
     Returns:
-        (output ``[b, s_q, h, d_v]``, probabilities before dropout ``[b, h, s_q, s_k]``), in the dtype of q.
+        (output ``[b, s_q, h, d_v]``, probabilities before dropout ``[b, h, s_q, s_k]``), in the dtype of q. Rows that
+        see no key, and rows of padding, are 0.
+    Gradients for q, k, v, qv, attn_bias and learnable_sink.
 
     >>> q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     >>> output, probabilities = attention_ref(q, k, v, causal=True)

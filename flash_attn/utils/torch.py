@@ -17,7 +17,10 @@ def custom_fwd(fwd: Optional[Callable[..., Any]] = None, *, cast_inputs: Optiona
     """Decorates the forward of an autograd function, with or without arguments: ``torch.amp.custom_fwd`` on CUDA.
 
     Args:
+        fwd: the forward; None: return a decorator.
         cast_inputs: under autocast floating CUDA tensors come in this dtype, and autocast is off inside.
+    Returns:
+        The decorated forward, or a decorator.
 
     >>> class Twice(torch.autograd.Function):
     ...     @staticmethod
@@ -36,6 +39,9 @@ def custom_bwd(bwd: F) -> F: ...
 def custom_bwd(bwd: None = None) -> Callable[[F], F]: ...
 def custom_bwd(bwd: Optional[Callable[..., Any]] = None) -> Any:
     """Decorates the backward of such a function: ``torch.amp.custom_bwd`` on CUDA.
+
+    The backward runs with the forward's state of autocast. Returns the decorated backward, or a decorator if bwd is
+    None.
 
     >>> class Twice(torch.autograd.Function):
     ...     forward = staticmethod(custom_fwd(lambda ctx, x: 2 * x))

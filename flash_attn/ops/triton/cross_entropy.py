@@ -26,6 +26,9 @@ CHUNK_ELEMENTS = 1 << 22  # logits in flight, 16 MiB in fp32
 class CrossEntropyLoss(torch.autograd.Function):
     """The two passes. The public form is ``cross_entropy_loss``.
 
+    ``apply(logits, labels, precomputed_lse=None, smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0,
+    ignore_index=-100, inplace_backward=False, process_group=None)``. smoothing is label_smoothing.
+
     >>> losses, z_losses = CrossEntropyLoss.apply(torch.zeros(2, 4), torch.tensor([3, -100]))
     >>> losses  # log(4), and nothing for a row that is ignored
     tensor([1.3863, 0.0000])
@@ -122,17 +125,22 @@ def cross_entropy_loss(
     Args:
         logits: ``[n, V]``, any floating dtype; this rank's columns with a process group.
         labels: ``[n]`` integers in ``[0, V)`` (over all ranks) or ``ignore_index``, whose rows cost 0.
-        precomputed_lse: ``[n]`` log-sum-exp of the rows, used only with scale 1 and no smoothing.
+        precomputed_lse: ``[n]`` log-sum-exp of the rows (of this rank's columns), used only with scale 1 and no
+            smoothing.
         label_smoothing: share of the label's probability that is spread over all classes.
         logit_scale: c, multiplies the logits.
         lse_square_scale: w, weight of lse^2 (z-loss).
+        ignore_index: label of the rows that do not count.
         inplace_backward: write the gradient over the logits' memory.
         process_group: ranks that share the vocabulary.
     Returns:
-        (losses, z_losses), fp32 ``[n]`` each. losses contain z_losses. z_losses are for display and carry no gradient.
+        (losses, z_losses), fp32 (fp64 for fp64) ``[n]`` each. losses contain z_losses. z_losses are for display and
+        carry no gradient.
     Raises:
-        ValueError: shapes that do not fit. IndexError: on CPU, a label outside the vocabulary.
-    Gradients for logits.
+        ValueError: shapes that do not fit.
+        IndexError: on CPU, a label outside the vocabulary. On other devices, such a row's loss lacks its label's term.
+    Gradients for logits, in the dtype of logits. Second derivatives raise RuntimeError.
+    Source: label smoothing, arXiv 1512.00567; z-loss, arXiv 2204.02311; vocabulary over ranks, arXiv 1909.08053.
 
     >>> logits, labels = torch.randn(4, 10), torch.tensor([3, -100, 0, 9])
     >>> losses, z_losses = cross_entropy_loss(logits, labels, logit_scale=2.0)

@@ -52,20 +52,27 @@ def layer_norm_fn(
     """Add, drop out and normalise.
 
     Args:
-        x: ``[..., n]``; ``x1`` and ``residual`` likewise, or None.
+        x: ``[..., n]``, any floating dtype; ``x1`` and ``residual`` likewise, or None.
         weight, bias: ``[n]``. weight1 and bias1 give a second output of the same normalised rows. All except weight may
             be None.
+        eps: added to the variance, or to the mean square of RMS norm.
         dropout_p: applied to x and x1, each with its own mask.
         rowscale: ``[...]``, multiplies the rows of x. It cannot be combined with x1.
         prenorm: also return the new residual.
-        residual_in_fp32: without ``residual``, the new residual is fp32; otherwise it has the dtype of ``residual``.
+        residual_in_fp32: without ``residual``, the new residual is fp32 (fp64 for fp64); otherwise it has the dtype of
+            ``residual``.
         zero_centered_weight: weights are stored minus one.
+        is_rms_norm: RMS norm instead of layer norm.
         return_dropout_mask: also return two bool masks, True for kept values. A mask is None if nothing was dropped.
         out_dtype: dtype of y and y1, by default the dtype of x.
-        out, residual_out: memory for y and the new residual.
+        out, residual_out: memory for y and the new residual. The results then have the dtypes of this memory.
     Returns:
-        y, then the requested ones of y1, the new residual and the two masks. A single value is not a tuple.
-    Gradients for x, x1, residual and the parameters.
+        y, then the requested ones of y1, the new residual and the two masks, ``[..., n]`` each. A single value is not a
+        tuple. Without ``residual`` and residual_in_fp32 the new residual has the dtype of x.
+    Raises:
+        AssertionError: rowscale together with x1, or residual or x1 of another shape than x.
+        RuntimeError: a weight is not ``[n]``; for layer norm also if a bias is not.
+    Gradients for x, x1, residual, rowscale and the parameters.
 
     >>> x, residual, weight, bias = torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(8), torch.zeros(8)
     >>> y, r = layer_norm_fn(x, weight, bias, residual, prenorm=True, eps=1e-5)
@@ -119,6 +126,9 @@ def rms_norm_fn(
 ) -> Union[Tensor, tuple[Optional[Tensor], ...]]:
     """``layer_norm_fn`` with the RMS norm.
 
+    Arguments, results, errors and gradients are those of ``layer_norm_fn``, without is_rms_norm.
+    Source: arXiv 1910.07467.
+
     >>> x, weight = torch.randn(5, 8), torch.zeros(8)
     >>> y = rms_norm_fn(x, weight, None, zero_centered_weight=True)
     >>> torch.allclose(y, torch.nn.functional.rms_norm(x, (8,), eps=1e-6), atol=1e-6)
@@ -160,8 +170,20 @@ def layer_norm_linear_fn(
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """Returns ``linear(norm(x + residual))``, and with ``prenorm`` the new residual.
 
-    The arguments are those of ``layer_norm_fn``. Under autocast the normalised rows and the linear layer have
-    autocast's dtype.
+    Under autocast the normalised rows and the linear layer have autocast's dtype.
+
+    Args:
+        x: ``[..., n]``; ``residual`` likewise or None.
+        norm_weight, norm_bias: ``[n]``; norm_bias may be None.
+        linear_weight: ``[out, n]``, cast to the dtype of the output.
+        linear_bias: ``[out]`` or None, cast likewise.
+        The others: see ``layer_norm_fn``.
+    Returns:
+        ``[..., out]`` in the dtype of x, or autocast's. With ``prenorm`` (output, new residual ``[..., n]``).
+    Raises:
+        AssertionError: the shapes of x and residual differ.
+        RuntimeError: the shape of a parameter does not fit; the message is PyTorch's.
+    Gradients for x, residual and the parameters.
 
     >>> x, weight, linear = torch.randn(5, 8), torch.ones(8), torch.randn(3, 8)
     >>> y, r = layer_norm_linear_fn(x, weight, None, linear, None, residual=x, prenorm=True)
@@ -187,7 +209,7 @@ def layer_norm_linear_fn(
 
 
 class LayerNormFn:
-    """``apply`` is ``layer_norm_fn``. PyTorch's operators record the gradients.
+    """``apply`` is ``layer_norm_fn``, with the same arguments. PyTorch's operators record the gradients.
 
     >>> x, weight = torch.randn(5, 8), torch.ones(8)
     >>> torch.equal(LayerNormFn.apply(x, weight, None), layer_norm_fn(x, weight, None))
@@ -198,7 +220,7 @@ class LayerNormFn:
 
 
 class LayerNormLinearFn:
-    """``apply`` is ``layer_norm_linear_fn``.
+    """``apply`` is ``layer_norm_linear_fn``, with the same arguments. PyTorch's operators record the gradients.
 
     >>> LayerNormLinearFn.apply(torch.randn(5, 8), torch.ones(8), None, torch.randn(3, 8), None).shape
     torch.Size([5, 3])
@@ -209,6 +231,13 @@ class LayerNormLinearFn:
 
 class RMSNorm(nn.Module):
     """RMS norm over the last dimension, with the residual add and dropout of ``rms_norm_fn``.
+
+    Args:
+        hidden_size: n, the length of the weight. There is no bias.
+        eps: added to the mean square.
+        dropout_p: dropout of x. Dropout acts in training mode only.
+        zero_centered_weight: the weight is stored minus one and starts as 0. Otherwise it starts as 1.
+        device, dtype: of the weight.
 
     >>> y, r = RMSNorm(8, dropout_p=0.1)(torch.randn(5, 8), residual=torch.randn(5, 8), prenorm=True)
     >>> y.shape, r.shape
@@ -232,11 +261,21 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Sets the weight to 1, or to 0 if it is stored minus one."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
     def forward(
         self, x: Tensor, residual: Optional[Tensor] = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Union[Tensor, tuple[Tensor, Tensor]]:
+        """x ``[..., n]``; residual likewise or None.
+
+        Returns:
+            y ``[..., n]`` in the dtype of x, or (y, new residual) with ``prenorm``. ``layer_norm_fn`` tells the dtype
+            of the new residual.
+        Raises:
+            AssertionError: the shapes of x and residual differ.
+        Gradients for x, residual and the weight.
+        """
         return rms_norm_fn(
             x,
             self.weight,
@@ -267,10 +306,17 @@ def layer_norm_ref(
     dropout_mask1: Optional[Tensor] = None,
     upcast: bool = False,
 ) -> Union[Tensor, tuple[Tensor, ...]]:
-    """The definition for tests, step by step in the dtype of x. With ``upcast``, in fp32 and rounded at the end.
+    """The definition for tests, step by step in the dtype of x. With ``upcast``, in fp32 and y rounded at the end.
 
     The arguments are those of ``layer_norm_fn``. Given masks replace random masks. Returns y, then y1 and the new
-    residual if requested.
+    residual if requested. y and y1 have the dtype of x. With ``upcast`` the new residual is fp32.
+
+    Args:
+        dropout_mask, dropout_mask1: bool, of the shape of x, True for kept values of x and of x1, or None.
+        upcast: compute in fp32.
+    Raises:
+        AssertionError: rowscale together with x1.
+    Gradients for x, x1, residual, rowscale and the parameters.
 
     >>> x, weight, bias = torch.randn(5, 8), torch.randn(8), torch.randn(8)
     >>> torch.allclose(layer_norm_ref(x, weight, bias), layer_norm_fn(x, weight, bias), atol=1e-5)
@@ -307,7 +353,7 @@ def rms_norm_ref(
     dropout_mask1: Optional[Tensor] = None,
     upcast: bool = False,
 ) -> Union[Tensor, tuple[Tensor, ...]]:
-    """``layer_norm_ref`` with the RMS norm.
+    """``layer_norm_ref`` with the RMS norm. Arguments, results, errors and gradients are the same.
 
     >>> x, weight = torch.randn(5, 8), torch.randn(8)
     >>> torch.allclose(rms_norm_ref(x, weight, None), rms_norm_fn(x, weight, None), atol=1e-5)

@@ -37,6 +37,12 @@ def triton_linear_act(
         x: ``[..., in]``. weight: ``[out, in]``. bias: ``[out]`` or None. All have one dtype.
         activation: "id", "gelu" (erf), "gelu_approx" (tanh) or "squared_relu".
         save_act_input: return (output, the activation's input).
+    Returns:
+        ``[..., out]`` in the dtype of x. With save_act_input two of these.
+    Raises:
+        AssertionError: the dtypes differ, or the activation is not one of these.
+        RuntimeError: the shapes do not fit; the message is PyTorch's.
+    Gradients for x, weight and bias.
 
     >>> x, weight, bias = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
     >>> y, z = triton_linear_act(x, weight, bias, activation="squared_relu", save_act_input=True)
@@ -57,7 +63,13 @@ def triton_dgrad_act(
     Args:
         grad_output: ``[..., out]``. weight: ``[out, in]``. Both have one dtype.
         activation: as of ``triton_linear_act``.
-        act_input: ``[..., in]``; only "id" does without.
+        act_input: ``[..., in]`` in this dtype; only "id" does without.
+    Returns:
+        ``[..., in]`` in the dtype of grad_output.
+    Raises:
+        AssertionError: the dtypes of grad_output and weight differ, the activation is not one of these, or act_input is
+            missing.
+        RuntimeError: the shapes do not fit; the message is PyTorch's.
 
     >>> grad_output, weight, z = torch.randn(5, 16), torch.randn(16, 8), torch.randn(5, 8)
     >>> triton_dgrad_act(grad_output, weight, activation="gelu", act_input=z).shape

@@ -30,17 +30,21 @@ def apply_rotary(
     """Rotate ``x`` by its positions.
 
     Args:
-        x: ``[b, s, h, d]``, or packed ``[t, h, d]`` with ``cu_seqlens`` and ``max_seqlen``; d <= 256.
-        cos, sin: ``[s_ro, r / 2]``, r <= d and s_ro >= s.
+        x: ``[b, s, h, d]``, or packed ``[t, h, d]`` with ``cu_seqlens`` and ``max_seqlen``; d <= 256. Any floating
+            dtype.
+        cos, sin: ``[s_ro, r / 2]``, r <= d and s_ro >= s. Any floating dtype.
         seqlen_offsets: position of the first token, an int >= 0 or int32/int64 ``[b]``.
         cu_seqlens: ``[b + 1]`` starts of the packed sequences; tokens after the last one are left as they are.
+        max_seqlen: number of tokens of the longest packed sequence.
+        interleaved: pairs are (0, 1), (2, 3), ... instead of (0, r / 2), (1, r / 2 + 1), ...
         inplace: write into ``x`` and return it.
         conjugate: rotate backwards.
     Returns:
         Shape, dtype and layout of ``x``.
     Raises:
-        AssertionError: a shape or dtype that does not fit.
+        AssertionError: a shape or dtype that does not fit, a negative int offset, or a table with too few rows.
     Gradients for x, cos and sin, but not in place. ``layers.rotary.apply_rotary_emb`` has gradients in place.
+    Source: arXiv 2104.09864.
 
     >>> x, angles = torch.randn(2, 5, 4, 16), torch.randn(5, 8)
     >>> y = apply_rotary(x, angles.cos(), angles.sin())
