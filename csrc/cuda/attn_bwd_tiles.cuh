@@ -350,6 +350,8 @@ template <bool LOADS_DO = true, class shared_memory> DEVICE void produce(const p
     for (int idx = take_tile(p, s, idx_parity); idx < num_tiles; tr.next()) {
         const tile &t = s.tiles[tr.stage]; /* stays in shared memory: this warp has few registers */
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
+        /* All lanes have waited. Otherwise the leader could let two phases pass. Packed tiles are found together. */
+        if (!VARLEN) __syncwarp();
         {
             const tile found = tile_at(p, idx, num_kv_tiles);
             if (is_leader) s.tiles[tr.stage] = found;

@@ -187,6 +187,7 @@ DEVICE void write_keys(const params &p, shared_memory &s) {
             fence_proxy_async();
             __syncwarp();
             if (is_leader) store_dq(p, s, t, stage, i, head);
+            __syncwarp(); /* The store has left the place of dQ. */
             if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(&s.dq_ready[stage]);
             __syncwarp();
             step++;

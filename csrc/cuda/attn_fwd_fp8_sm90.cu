@@ -237,7 +237,7 @@ struct consumer : consumer_base {
         if (has_sums) {
             add_sums();
         } else {
-            if (is_leader) cp_async_bulk_wait_all_read(); /* O of the last tile has left this place. */
+            if (elect_one()) cp_async_bulk_wait_all_read(); /* O of the last tile has left this place. */
             __syncwarp();
         }
 #pragma unroll

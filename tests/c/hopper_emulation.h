@@ -32,6 +32,13 @@ static void stand_still() {
     for (unsigned i = random_bits() % 600; i > 0; i--) emulated_yield(true);
 }
 
+/* Single lanes of a slow warp lag behind the others, after a wait and around an election. */
+static void lag() {
+    const int warp = (int)threadIdx.x / 32;
+    if ((warp != manner.slow_warp && warp / 4 != manner.slow_group) || random_bits() % 32) return;
+    for (unsigned i = random_bits() % 600; i > 0; i--) emulated_yield(true);
+}
+
 /* ---- mbarriers --------------------------------------------------------------------------------------------------- */
 
 struct emulated_mbarrier {
@@ -56,7 +63,7 @@ static void complete(u64 *barrier, u32 bytes) { mbarrier_at(barrier).bytes -= by
 
 struct emulated_copy {
     unsigned thread;
-    bool is_load;
+    bool is_load, is_committed;
     std::function<void()> run;
 };
 static std::vector<emulated_copy> copies; /* on their way */
@@ -75,7 +82,7 @@ static void maybe_run_copy() {
     run_copy(i);
 }
 static void add_copy(bool is_load, const std::function<void()> &run) {
-    copies.push_back({threadIdx.x, is_load, run});
+    copies.push_back({threadIdx.x, is_load, false, run});
     if (manner.copies_are_immediate) run_copy(copies.size() - 1);
 }
 static void wait_mbarrier(u64 *barrier, u32 parity) {
@@ -85,6 +92,7 @@ static void wait_mbarrier(u64 *barrier, u32 parity) {
         maybe_run_copy();
         emulated_yield(waits_for_copies);
     }
+    lag();
 }
 
 /* Other threads may run before, so lanes of a warp may get different answers. */
@@ -200,11 +208,19 @@ static void cp_reduce_async_bulk_add(float *dst, const float *src, u32 bytes) {
     });
 }
 /* Not the first lane: a kernel may not rely on which lane it is. */
-static bool elect_one() { return __ballot_sync(0, true), threadIdx.x % 32 == 13; }
-static void cp_async_bulk_commit_group() {}
+static bool elect_one() {
+    __ballot_sync(0, true);
+    lag();
+    return threadIdx.x % 32 == 13;
+}
+static void cp_async_bulk_commit_group() {
+    for (auto &copy : copies)
+        if (copy.thread == threadIdx.x) copy.is_committed = true;
+}
+/* A thread waits for what it has committed itself. */
 static void cp_async_bulk_wait_all() {
     for (size_t i = 0; i < copies.size();)
-        if (!copies[i].is_load && copies[i].thread == threadIdx.x)
+        if (!copies[i].is_load && copies[i].thread == threadIdx.x && copies[i].is_committed)
             run_copy(i);
         else
             i++;
