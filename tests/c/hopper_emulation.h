@@ -145,11 +145,11 @@ constexpr bool HAS_CACHE = CACHE;
 constexpr bool HAS_CACHE = false;
 #endif
 
-/* fa_tensor_map holds a pointer to this: a tensor of 16-bit elements, in boxes of swizzled rows. */
+/* fa_tensor_map holds a pointer to this: a tensor in boxes of swizzled rows. */
 struct emulated_map {
     char *data;
     long row_bytes, head_bytes, sequence_bytes;
-    int columns, rows, heads, sequences, box_rows, box_row_bytes, box_heads = 1;
+    int columns, rows, heads, sequences, box_rows, box_row_bytes, box_heads = 1, element_bytes = 2;
 
     bool has(int column, int row, int head, int sequence) const {
         return column >= 0 && column < columns && row >= 0 && row < rows && head >= 0 && head < heads &&
@@ -158,11 +158,11 @@ struct emulated_map {
     /* Calls `move` with an element of the box in global and in shared memory. Global memory is NULL outside. */
     template <class mover> void each(u32 box, int column, int row, int head, int sequence, mover move) const {
         for (int x = 0; x < box_heads * box_rows; x++)
-            for (int j = 0; j < box_row_bytes / 2; j++) {
+            for (int j = 0; j < box_row_bytes / element_bytes; j++) {
                 const int i = row + x % box_rows, own_head = head + x / box_rows;
-                const u32 at = box + (u32)(x * box_row_bytes + j * 2);
+                const u32 at = box + (u32)(x * box_row_bytes + j * element_bytes);
                 char *element = data + i * row_bytes + own_head * head_bytes + sequence * sequence_bytes;
-                move(has(column + j, i, own_head, sequence) ? element + 2 * (column + j) : nullptr,
+                move(has(column + j, i, own_head, sequence) ? element + element_bytes * (column + j) : nullptr,
                      memory + swizzled(at, (u32)box_row_bytes));
             }
     }
@@ -184,7 +184,9 @@ static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
     EXPECT(c0 >= 0 && m.has(VARLEN ? c0 : 0, is_behind ? 0 : c1, c2, c3));
     memset(dst, 0xff, (size_t)m.box_bytes());
     add_copy(true, [=] {
-        m.each(box, c0, c1, c2, c3, [](const char *from, char *to) { from ? memcpy(to, from, 2) : memset(to, 0, 2); });
+        const size_t bytes = (size_t)m.element_bytes;
+        m.each(box, c0, c1, c2, c3,
+               [=](const char *from, char *to) { from ? memcpy(to, from, bytes) : memset(to, 0, bytes); });
         complete(barrier, (u32)m.box_bytes());
     });
 }
@@ -192,7 +194,8 @@ static void cp_async_bulk_tensor_store(const fa_tensor_map *map, const void *src
     const emulated_map m = map_of(map);
     const u32 box = smem_address(src);
     add_copy(false, [=] {
-        m.each(box, c0, c1, c2, c3, [](char *to, const char *from) { to ? memcpy(to, from, 2) : nullptr; });
+        const size_t bytes = (size_t)m.element_bytes;
+        m.each(box, c0, c1, c2, c3, [=](char *to, const char *from) { to ? memcpy(to, from, bytes) : nullptr; });
     });
 }
 static void cp_async_bulk_load(void *dst, const void *src, u32 bytes, u64 *barrier) {

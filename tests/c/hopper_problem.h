@@ -1,4 +1,4 @@
-/* What check_fwd_sm90.cpp and check_bwd_sm90.cpp share: tensors, masks, and the manners of hopper_emulation.h. This is
+/* What check_fwd_sm90.cpp, check_fwd_fp8.cpp and check_bwd_sm90.cpp share: tensors, masks, and the manners of hopper_emulation.h. This is
  * included behind the kernel's text. */
 #ifndef HOPPER_PROBLEM_H
 #define HOPPER_PROBLEM_H
@@ -10,40 +10,54 @@ static std::vector<int> offsets_of(const std::vector<int> &lengths) {
     return offsets;
 }
 
-/* [rows, h, d] */
-struct tensor {
+/* [rows, h, d]. Elements are NaN before they are drawn. */
+template <class type> struct tensor_of {
     int rows, h, d;
-    std::vector<element> data;
+    static constexpr long BYTES = sizeof(type);
+    std::vector<type> data;
     emulated_map map;
 
-    tensor(int rows, int h, int d) : rows(rows), h(h), d(d), data((size_t)(rows * h * d), element{0x7fff}) {}
+    tensor_of(int rows, int h, int d)
+        : rows(rows), h(h), d(d), data((size_t)(rows * h * d), type{(decltype(type::bits))0x7fff}) {}
     void draw(float scale = 1) {
         std::normal_distribution<float> normal;
-        for (element &x : data) x = cvt<element>(scale * normal(random_bits));
+        for (type &x : data) x = cvt<type>(scale * normal(random_bits));
     }
-    element *row(int i, int head) { return &data[(size_t)((i * h + head) * d)]; }
+    type *row(int i, int head) { return &data[(size_t)((i * h + head) * d)]; }
     double at(int i, int head, int column) { return cvt_f32(row(i, head)[column]); }
     /* len: of each sequence, if they are not packed. */
-    void fill_map(fa_tensor_map &to, int len, int box_rows, int box_heads = 1) {
-        const long row_bytes = 2L * h * d;
+    void fill_map(fa_tensor_map &to, int len, int box_rows, int box_heads = 1, int box_row_bytes = ROW_BYTES) {
+        const long row_bytes = BYTES * h * d;
         char *start = (char *)data.data();
         if (VARLEN) /* tensor_map.h says why */
-            map = {start - rows * row_bytes, row_bytes, 2L * d, row_bytes, d, rows, h, rows + 1, box_rows, ROW_BYTES};
+            map = {start - rows * row_bytes,
+                   row_bytes,
+                   BYTES * d,
+                   row_bytes,
+                   d,
+                   rows,
+                   h,
+                   rows + 1,
+                   box_rows,
+                   box_row_bytes};
         else
-            map = {start, row_bytes, 2L * d, len * row_bytes, d, len, h, len ? rows / len : 0, box_rows, ROW_BYTES};
-        map.box_heads = box_heads;
+            map = {start,    row_bytes,    BYTES * d, len * row_bytes, d, len, h, len ? rows / len : 0,
+                   box_rows, box_row_bytes};
+        map.box_heads = box_heads, map.element_bytes = (int)BYTES;
         const emulated_map *place = &map;
         memcpy(to.words, &place, sizeof place);
     }
     /* Of a cache, whose keys are dense beside packed queries, too. */
     void fill_map_of_pages(fa_tensor_map &to, int page_size, int box_rows) {
-        const long row_bytes = 2L * h * d;
-        map = {(char *)data.data(), row_bytes, 2L * d,   page_size * row_bytes, d, page_size, h,
+        const long row_bytes = BYTES * h * d;
+        map = {(char *)data.data(), row_bytes, BYTES * d, page_size * row_bytes, d, page_size, h,
                rows / page_size,    box_rows,  ROW_BYTES};
         const emulated_map *place = &map;
         memcpy(to.words, &place, sizeof place);
     }
 };
+
+typedef tensor_of<element> tensor;
 
 /* The keys that query row i of a sequence sees. */
 constexpr int WINDOW_LEFT = LOCAL ? 150 : -1, WINDOW_RIGHT = CAUSAL ? 0 : LOCAL ? 20 : -1;

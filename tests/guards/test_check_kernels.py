@@ -202,6 +202,11 @@ def test_rows_of_the_emulated_forward_on_hopper(row, tmp_path):
     assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path)
 
 
+@pytest.mark.parametrize("row", ["d64_q192kv128_causal", "d128_q192kv96_local", "d64_q192kv128_causal_varlen"])
+def test_rows_of_the_emulated_forward_in_8_bits(row, tmp_path):
+    assert "all rows are right" in emulated_on_hopper("check_fwd_fp8", f"attn_fwd_fp8_sm90_e4m3_{row}", tmp_path)
+
+
 def test_rows_of_the_emulated_forward_with_mods_on_hopper(tmp_path):
     (tmp_path / "flex_mods.cuh").write_text(MODS)
     mods = ["-DFLEX=1", "-DFLEX_FACTOR=1", "-DFLEX_MAX=1"]
