@@ -161,8 +161,8 @@ struct producer {
     cache_loader<OF_K> cached; /* with a cache */
 
     DEVICE bool is_leader() const { return !PRODUCER_IS_WARP || threadIdx.x % 32 == 0; }
-    /* x, which all lanes have, in a uniform register. */
-    DEVICE static int known(int x) { return PRODUCER_IS_WARP ? uniform(x) : x; }
+    /* x, which all lanes have, in a uniform register. Boxes of a cache have lanes of their own. */
+    DEVICE static int known(int x) { return PRODUCER_IS_WARP && !CACHE ? uniform(x) : x; }
 
     DEVICE void load_k() {
         mbarrier_wait(&smem.k_empty[k.stage], k.parity ^ 1);

@@ -80,6 +80,7 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 #define mbarrier_arrive(...)                      ((void)0)
 #define mbarrier_arrive_expect_tx(barrier, bytes) ((void)(announced += (long)(bytes)))
 #define arrives_for_warp(lane)                    ((lane) == 0)
+#define elect_one()                               (threadIdx.x % 32 == 0)
 #define st_async(...)                             ((void)(delivered += 4))
 #define mbarrier_arrive_remote_release(...)       ((void)s.idx++) /* take_tile in CTA 1: CTA 0 has sent the next tile */
 #define fence_proxy_async_global()                ((void)0)

@@ -36,6 +36,7 @@ static int atomicAdd(unsigned *counter, int x) { return (int)(*counter += (unsig
 #define mbarrier_arrive(...)                ((void)0)
 #define mbarrier_arrive_remote_release(...) ((void)0)
 #define arrives_for_warp(lane)              ((lane) == 0)
+#define elect_one()                         (threadIdx.x % 32 == 0)
 #define fence_proxy_async_global()          ((void)0)
 
 template <class T> static T __ldg(const T *place) { return *place; }
