@@ -1,5 +1,5 @@
-/* What check_fwd_sm90.cpp, check_fwd_fp8.cpp and check_bwd_sm90.cpp share: tensors, masks, and the manners of hopper_emulation.h. This is
- * included behind the kernel's text. */
+/* What check_fwd_sm90.cpp, check_fwd_fp8.cpp and check_bwd_sm90.cpp share: tensors, masks, and the manners of
+ * hopper_emulation.h. This is included behind the kernel's text. */
 #ifndef HOPPER_PROBLEM_H
 #define HOPPER_PROBLEM_H
 
