@@ -1,5 +1,5 @@
-"""The kernels' sources compile without costly spills, and wgmma stays asynchronous. Its matrix descriptors come from
-uniform registers. The test needs nvcc, but no GPU.
+"""The kernels' sources compile without costly spills, and wgmma stays asynchronous. Its matrix descriptors
+come from uniform registers. The test needs nvcc, but no GPU.
 
 Every row of tiles.def is compiled once, with features that change from row to row, and Hopper's rows for caches once
 more with a cache. FLASH_ATTN_TEST_ALL_KERNELS=1 compiles every kernel for every architecture that takes it, which are
@@ -35,11 +35,10 @@ def variants():
         elif "_fp16_" not in name:
             rows.setdefault((family, row), []).append((name, features, arch))
     for i, ((family, row), kernels) in enumerate(sorted(rows.items())):
-        name, features, arch = kernels[i * 7 % len(kernels)]
-        yield name, family, row, features, arch or ARCHS[i % len(ARCHS)]
-        cached = [x for x in kernels if x != kernels[i * 7 % len(kernels)] and x[0].endswith("_causal_cache")]
-        for name, features, arch in cached:
-            yield name, family, row, features, arch
+        chosen = kernels[i * 7 % len(kernels)]
+        cached = [x for x in kernels if x != chosen and x[0].endswith("_causal_cache")]
+        for name, features, arch in (chosen, *cached):
+            yield name, family, row, features, arch or ARCHS[i % len(ARCHS)]
 
 
 # ptxas runs the products of these one by one, because registers run out. What this costs was not measured.
