@@ -174,8 +174,9 @@ typedef struct {
 
     /* Packed problems: rows that belong to no sequence become 0, and -inf in lse, even in tensors of the caller. */
     bool zero_tensors;
-    int64_t num_splits; /* splits of the keys of one row; 0: the plan decides */
-    int64_t sm_margin;  /* multiprocessors of the GPU that the call leaves to others */
+    int64_t num_splits;  /* splits of the keys of one row; 0: the plan decides */
+    bool is_whole_cache; /* set by a planner: k and v of dense queries count as a cache that is in use as a whole */
+    int64_t sm_margin;   /* multiprocessors of the GPU that the call leaves to others */
 
     const struct fa_flex *flex; /* programmable attention (flex/flex.h); NULL: none */
 } fa_problem;

@@ -63,7 +63,7 @@ from flash_attn._variants import ARCHS, choose
         ({"d": 160}, "attn_fwd_sm90_bf16_d160_q128kv128"),
         ({"d": 168}, "attn_fwd_sm90_bf16_d192_q128kv96"),
         ({"d": 256}, "attn_fwd_sm90_bf16_d256_q128kv64"),
-        ({"d": 256, "len_q": 17, "len_kv": 17}, "attn_fwd_sm90_bf16_d256_q128kv64"),
+        ({"d": 256, "len_q": 17, "len_kv": 17}, "attn_fwd_sm90_bf16_d256_q64kv64"),
     ],
     ids=str,
 )
@@ -266,7 +266,7 @@ def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
 @pytest.mark.parametrize(
     ("numbers", "group_heads", "is_dynamic", "ctas"),
     [
-        ({}, 8, 0, 64),  # all heads; 8 tiles of each
+        ({}, 8, 0, 128),  # all heads; 16 tiles of each
         ({"b": 32}, 64, 1, 132),  # 32 key heads of 512 KiB are 16 MiB
         ({"b": 32, "h_kv": 4}, 32, 1, 132),
         ({"b": 1, "h": 16, "h_kv": 16, "len_q": 8192, "len_kv": 8192}, 8, 1, 132),  # of 4 MiB, fewer than 16: 32 MiB

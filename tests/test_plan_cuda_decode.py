@@ -13,7 +13,7 @@ import pytest
         (65, 4, 4),
         (384, 4, 1),
         (64, 4, 2),
-        (64, 1, 1),
+        (100, 1, 1),
         (64, 3, 1),
         (64, 6, 2),
         (33, 4, 2),
@@ -22,7 +22,7 @@ import pytest
     + [(32, 6, 2), (100, 8, 8), (17, 8, 4), (16, 8, 8), (9, 16, 8), (144, 8, 8), (40, 32, 8)],
 )
 def test_heads_share_tiles_where_fewer_are_left(plan, len_q, group, heads):
-    """Work tiles of 128 rows at 128 columns. Row strips have 16 rows, so at most 8 heads share a tile."""
+    """Work tiles of 64 or 128 rows at 128 columns. Row strips have 16 rows, so at most 8 heads share a tile."""
     numbers = {"len_q": len_q, "h": 2 * group, "h_kv": 2, "b": 200, "sms": 132, "launch": 1}
     assert plan(pages=8, **numbers).split(" | ")[-1] == str(heads)
     assert plan(**numbers | {"len_q": 300}).split(" | ")[-1] == "1"
@@ -43,17 +43,19 @@ FEW = {"used": 1, "right": 0, "h": 32, "h_kv": 8, "sms": 132}
 @pytest.mark.parametrize(
     ("b", "len_q", "keys", "d", "parts", "heads"),
     [
-        (1, 16, 8192, 128, 16, 4),
+        (1, 16, 8192, 128, 8, 2),
+        (1, 8, 65536, 128, 16, 4),
         (1, 64, 8192, 128, 8, 2),
         (1, 256, 8192, 128, 2, 1),
         (1, 512, 8192, 128, 1, 1),  # 128 tiles of one head
         (1, 700, 8192, 128, 3, 2),  # 176 tiles: four rounds of thirds
-        (2, 32, 8192, 256, 8, 4),
-        (4, 64, 8192, 256, 2, 2),
+        (2, 32, 8192, 256, 4, 2),
+        (4, 64, 8192, 256, 1, 1),  # 128 tiles of 64 rows
         (4, 128, 8192, 256, 1, 1),
         (1, 512, 65536, 64, 3, 4),  # a third of 88 tiles
         (4, 64, 2048, 256, 1, 1),  # 128 tiles of one head: combining would take longer
-        (1, 64, 1600, 128, 7, 2),  # seven parts of two key tiles
+        (1, 64, 1600, 128, 4, 1),  # three parts of four key tiles, and one of one
+        (1, 256, 2048, 256, 1, 1),
         (16, 64, 8192, 128, 1, 2),
     ],
 )
@@ -65,6 +67,32 @@ def test_keys_of_few_tiles_are_cut_into_parts(plan, b, len_q, keys, d, parts, he
     assert int(workspace) == (4 * parts * b * 32 * len_q * (d + 1) if parts > 1 else 0)
     tiles = parts * b * -(-len_q // (int(name.split("_q")[1].split("kv")[0]) // heads)) * 32 // heads
     assert plan(**numbers, launch=1).split(" | ")[0].split()[2] == str(min(tiles, 132))
+
+
+DENSE = {"b": 1, "h": 16, "h_kv": 16, "sms": 132}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tile", "parts"),
+    [
+        ({"len_q": 64, "len_kv": 8192}, "d128_q64kv128_cache", 8),
+        ({"len_q": 64, "len_kv": 8192, "right": 0, "softcap": 5}, "d128_q64kv128_causal_score_cache", 8),
+        ({"len_q": 33, "len_kv": 4096, "h": 32, "h_kv": 8, "b": 8}, "d128_q128kv128_cache", 1),  # heads share tiles
+        ({"len_q": 512, "len_kv": 50000, "h": 8, "h_kv": 8, "d": 64}, "d64_q256kv64_cache", 8),
+        ({"len_q": 1024, "len_kv": 1024, "h": 8, "h_kv": 8}, "d128_q64kv128", 1),  # 128 tiles instead of 64
+        ({"len_q": 1500, "len_kv": 1500, "h": 20, "h_kv": 20, "d": 64}, "d64_q256kv64", 1),  # 120 tiles instead of 160
+        ({"len_q": 2048, "len_kv": 2048, "b": 8}, "d128_q128kv128", 1),
+        ({"len_q": 100, "len_kv": 511}, "d128_q128kv128", 1),  # few keys
+        ({"len_q": 64, "len_kv": 8192, "dropout": 0.5}, "d128_q128kv128_dropout", 1),
+        ({"len_q": 128, "len_kv": 8192, "splits": 1}, "d128_q128kv128", 1),
+        ({"len_q": 128, "len_kv": 8192, "packed": 1}, "d128_q128kv128_varlen", 1),
+    ],
+    ids=str,
+)
+def test_dense_keys_count_as_a_cache_where_tiles_are_few(plan, numbers, tile, parts):
+    name, _, _, workspace, num_splits, _ = plan(**DENSE | numbers).splitlines()[0].split()
+    assert name == "attn_fwd_sm90_bf16_" + tile and int(num_splits) == parts
+    assert (int(workspace) > 0) == (parts > 1)
 
 
 @pytest.mark.parametrize("d", (64, 128, 256))
@@ -98,15 +126,15 @@ def test_keys_are_not_cut_where_parts_cannot_be_combined(plan):
         ({"len_q": 1}, "attn_decode_sm90_bf16_d128_q16"),
         ({"len_q": 8, "d": 64, "dtype": 0}, "attn_decode_sm90_fp16_d64_q16"),
         ({"len_q": 9, "d": 72}, "attn_decode_sm90_bf16_d96_q32"),
-        ({"len_q": 32, "d": 136, "softcap": 5, "sms": 132}, "attn_decode_sm90_bf16_d192_q64"),
-        ({"len_q": 33}, "attn_fwd_sm90_bf16_d128_q128kv128"),
+        ({"len_q": 32, "d": 136, "softcap": 5, "sms": 132}, "attn_fwd_sm90_bf16_d192_q64kv96_score_cache"),
+        ({"len_q": 33}, "attn_fwd_sm90_bf16_d128_q64kv128"),
         ({"len_q": 32, "d": 256, "left": 5, "sms": 132}, "attn_decode_sm90_bf16_d256_q32"),
-        ({"len_q": 32, "d": 256, "left": 5, "splits": 1, "h": 2}, "attn_fwd_sm90_bf16_d256_q128kv64_local"),
+        ({"len_q": 32, "d": 256, "left": 5, "splits": 1, "h": 2}, "attn_fwd_sm90_bf16_d256_q64kv64_local"),
         ({"pages": 8}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
         ({"pages": 8, "splits": 2}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
         ({"pages": 8, "splits": 2, "len_q": 8}, "attn_decode_sm90_bf16_d128_q16"),
         ({"pages": 8, "splits": 2, "packed": 1}, "attn_decode_sm90_bf16_d128_q64"),
-        ({"used": 1, "len_q": 64, "len_kv": 8192, "sms": 132}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),
+        ({"used": 1, "len_q": 64, "len_kv": 8192, "sms": 132}, "attn_fwd_sm90_bf16_d128_q64kv128_cache"),
         ({"len_q": 32, "splits": 2, "len_kv": 8192}, "attn_decode_sm90_bf16_d128_q64"),  # keys of no cache
         ({"pages": 8, "len_q": 64, "sms": 132}, "attn_decode_sm90_bf16_d128_q64"),
         ({"pages": 8, "len_q": 64, "sms": 132, "b": 80}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),

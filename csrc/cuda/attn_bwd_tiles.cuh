@@ -361,7 +361,8 @@ template <bool LOADS_DO = true, class shared_memory> DEVICE void produce(const p
             load_steps<true, LOADS_DO>(p, s, t, r, kv_parity);
         }
         /* Not sooner: a CTA must soon begin the tile that it takes. Otherwise other CTAs wait for the tile, or end
-         * late. */
+         * late. The lane that takes it need not be the leader, so it waits for the leader. */
+        if (!WIDE) __syncwarp();
         idx = take_tile(p, s, idx_parity);
     }
     if (is_leader) {

@@ -342,11 +342,11 @@ template <class consumer> DEVICE void run(consumer &c) {
             c.skip_tile(command == COMPUTE);
         c.release_q(THIS_TILE);
     }
-    if (WAITS_FOR_STORES && elect_one()) cp_async_bulk_wait_all_read(); /* Shared memory outlives its readers. */
+    if (O_BY_TMA && elect_one()) cp_async_bulk_wait_all_read(); /* Shared memory outlives its readers. */
     /* NOTE: where O does not leave by TMA, the warp must meet here all the same. Otherwise ptxas takes the ring
      * positions of kernels for caches for values that differ between threads, and each matrix descriptor comes from
      * vector registers. */
-    if (!WAITS_FOR_STORES) __syncwarp();
+    if (!O_BY_TMA) __syncwarp();
 }
 
 #endif

@@ -50,9 +50,6 @@ constexpr int TRANSPOSERS = 2;
 constexpr u32 V_ARRIVALS = of_warps(TRANSPOSERS);
 /* V^T is one chunk of columns. */
 constexpr int V_LEADING_BYTES = 0;
-/* NOTE: without TMA there is nothing to wait for. But without the wait ptxas takes the loop's matrix descriptors for
- * values that differ between threads. */
-constexpr bool WAITS_FOR_STORES = true;
 constexpr bool PRODUCER_IS_WARP = true;
 /* Options of the end of a work tile that 16 bits have (attn_fwd_sm90.cu). */
 constexpr bool CLOSES_EARLY = false, STORES_EARLY = false, WALKS_EARLY = false;

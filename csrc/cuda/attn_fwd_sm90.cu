@@ -73,13 +73,13 @@ constexpr int CONSUMER_REGS = SINGLE_KEYS ? (CTAS == 2 ? 200 : 224)
                               : CTAS == 2 ? 216
                                           : 232;
 /* O leaves from the place of its work tile's Q. V has the room that a place for O would need. O leaves when the next
- * work tile has begun, so the next Q needs a place of its own. */
-constexpr bool O_IN_Q = O_BY_TMA && D_V <= D_QK && Q_STAGES > 1 && !LONGEST_FIRST && BLOCK_KV > 64;
+ * work tile has begun, so the next Q needs a place of its own. Between the last S of a tile, which reads Q, and its O a
+ * warpgroup's warps meet at their turn. */
+constexpr bool O_IN_Q = O_BY_TMA && TURN && D_V <= D_QK && Q_STAGES > 1 && !LONGEST_FIRST && BLOCK_KV > 64;
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
 constexpr u32 V_ARRIVALS = SINGLE_KEYS ? COPYING_LANES : 1; /* as K_ARRIVALS */
 /* The distance between chunks of columns of V. */
 constexpr int V_LEADING_BYTES = BLOCK_KV * ROW_BYTES;
-constexpr bool WAITS_FOR_STORES = O_BY_TMA;
 /* All lanes of the producer's warp walk over the keys, and one of them loads. ptxas then keeps what TMA's instruction
  * takes in uniform registers, and needs no loop over lanes around it. */
 constexpr bool PRODUCER_IS_WARP = !FLEX;
@@ -102,7 +102,6 @@ static_assert(!STORES_EARLY || !O_IN_Q, "warps need not meet before O takes the 
 constexpr int O_ELEMENTS = O_BY_TMA && !O_IN_Q ? BLOCK_Q * STORED_V : 8, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
 constexpr int O_ROW_BYTES = ROW_BYTES, O_CHUNK = CHUNK, O_CHUNKS = CHUNKS_V;
 
-static_assert(!O_IN_Q || TURN, "a warpgroup's warps meet between the last S of a tile, which reads Q, and its O");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys");
 
 #include "attn_fwd_tiles.cuh"
@@ -424,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
 
     if (wg == 0) {
         setmaxnreg_dec<PRODUCER_REGS>();
-        if (PRODUCER_IS_WARP ? warp == 0 : threadIdx.x == 0) producer{p, smem}.run();
+        if (warp == 0 && (PRODUCER_IS_WARP || elect_one())) producer{p, smem}.run();
         if (!SINGLE_KEYS && warp == 1) schedule_tiles(p, smem, no_share());
         if (SINGLE_KEYS && warp == 1) schedule_tiles(p, smem, scheduler_share<REST_OF_V>{p, smem});
         if (CACHE && warp == 2) second_producer<OF_V>{p, smem}.run();

@@ -126,7 +126,7 @@ static void choose_launches(const fa_problem *p, const fa_machine *machine, fa_p
  * needs us_before. The choice for num_splits = n does not depend on the batch, unless the queries are packed: the host
  * knows their mean length only. */
 static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, const fa_plan *plan, double us_before) {
-    enum { FEW_ROWS = 16, FEW_QUERIES = 64, US_START = 10, US_MERGE = 10, MANY_KEYS = 2048, FEW_TILES = 16 };
+    enum { FEW_ROWS = 16, FEW_QUERIES = 64, US_START = 12, US_MERGE = 8, MANY_KEYS = 2048, FEW_TILES = 16 };
     const double cost = p->d <= 64 ? 2 : p->d <= 128 ? 2.5 : 5;
     const fa_fwd_sm90_columns *t = fa_fwd_sm90_row_of_cache(p);
     const int64_t rows = p->len_q * (p->h / p->h_kv), block_q = plan->block_q, keys = fa_cache_pages_of(p).capacity;
@@ -136,7 +136,7 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
     const bool may_be_cut = fa_reads_cache(p) && !packed; /* by the other kernel */
     if (p->num_splits > 1 && !may_be_cut) return false;
     const double us_of_row = cost * 128 / 64 * fa_us_of_a_pair(t); /* of an SM, for a key */
-    const double us_of_other = us_before + fa_tiles_of_cache(p, t, machine->gpu_sms).us;
+    const double us_of_other = us_before + fa_us_of_fwd_sm90(p, machine->gpu_sms);
     if (p->num_splits > 0 && !packed) return us_of_other < (double)(ceil_div(rows, block_q) * block_q) * us_of_row;
     const int64_t q_tiles = packed ? p->total_q * (p->h / p->h_kv) / block_q + p->b : p->b * ceil_div(rows, block_q);
     const int64_t tiles = q_tiles * p->h_kv, sms = machine->gpu_sms > 0 ? machine->gpu_sms : 1;
@@ -146,7 +146,7 @@ static bool is_prompt_of_sm90(const fa_problem *p, const fa_machine *machine, co
         US_START + US_MERGE * few_keys * (tiles > FEW_TILES ? (double)FEW_TILES / (double)tiles : 1);
     const double us_of_memory = fa_us_of_cache(p);
     const double most = us_of_work > us_of_memory ? us_of_work : us_of_memory;
-    return us_of_other < us_beside + most + (us_of_work + us_of_memory - most) / 3;
+    return us_of_other < us_beside + most + (us_of_work + us_of_memory - most) / 5;
 }
 
 /* Would attn_fwd_sm80 compute the queries of a cache faster? Its tiles have 128 queries of one head, and most of them

@@ -22,8 +22,8 @@ enum { CHUNK = 64 };
 /* Microseconds of an H100 (cuda/measurements/decode.md): the first work tile of a CTA and each further one; the
  * combination of parts, of one element of the result, of each part, and of one element of a part. The memory brings
  * BYTES_OF_A_US bytes of the keys. */
-static const double US_FIRST = 10, US_NEXT = 1.5, US_COMBINE = 2, US_ELEMENT = 7e-6, US_PART = 0.03,
-                    US_ELEMENT_OF_PART = 2e-6, US_SHORTEST_STEP = 0.45, BYTES_OF_A_US = 2.4e6;
+static const double US_FIRST = 12, US_NEXT = 2, US_COMBINE = 3, US_ELEMENT = 7e-6, US_PART = 0.03,
+                    US_ELEMENT_OF_PART = 2e-6, US_SHORTEST_STEP = 0.45, BYTES_OF_A_US = 2.6e6;
 
 /* Microseconds of an SM for a row and a key, without a limit of power. In one chunk of columns the exponentials take
  * longer than the products. */
@@ -54,6 +54,13 @@ double fa_us_of_cache(const fa_problem *p) {
     return rows * (double)(p->d + p->d_v) * (double)fa_dtype_bytes(p->dtype) / BYTES_OF_A_US;
 }
 
+/* How a call over a cache is cut into work tiles. */
+typedef struct {
+    int heads; /* query heads of one key head that share a work tile */
+    int parts; /* of the keys of a work tile */
+    double us; /* as fa_us_of_fwd_sm90 */
+} cache_tiles;
+
 /* A call over a cache in work tiles of a row of the table, which `heads` heads share. */
 typedef struct {
     int64_t tiles, key_tiles, width; /* work tiles of the batch; key tiles of the capacity; SMs */
@@ -77,12 +84,12 @@ static cut cut_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t hea
                  .us_of_part = US_PART + US_ELEMENT_OF_PART * elements};
 }
 
-/* Of work and memory the shorter one overlaps with the longer one, but for a third at the begin and the end. */
+/* Of work and memory the shorter one overlaps with the longer one, but for a fifth at the begin and the end. */
 static double us_of(const cut *x, int64_t parts) {
     const int64_t rounds = ceil_div(x->tiles * parts, x->width), steps = ceil_div(x->key_tiles, parts);
     const double work = (double)rounds * (US_NEXT + (double)steps * x->us_of_key_tile) - US_NEXT;
     const double most = work > x->us_of_memory ? work : x->us_of_memory, least = work + x->us_of_memory - most;
-    return US_FIRST + most + least / 3 + (parts > 1 ? x->us_of_parts + x->us_of_part * (double)parts : 0);
+    return US_FIRST + most + least / 5 + (parts > 1 ? x->us_of_parts + x->us_of_part * (double)parts : 0);
 }
 
 /* The most parts that a call may have. The rows of all parts are counted in 32 bits. Parts of packed sequences would be
@@ -96,50 +103,60 @@ static int64_t most_parts(const fa_problem *p, int64_t key_tiles) {
 }
 
 /* Few tiles are cut into as many parts as fill the SMs once, or a few times. */
-static fa_cache_tiles best_parts(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads, int sms) {
+static cache_tiles best_parts(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads, int sms) {
     enum { MOST_ROUNDS = 4 };
     const cut x = cut_of(p, t, heads, sms);
     const int64_t most = most_parts(p, x.key_tiles);
-    fa_cache_tiles best = {(int)heads, 1, us_of(&x, 1)};
+    cache_tiles best = {(int)heads, 1, us_of(&x, 1)};
     for (int64_t rounds = 1; rounds <= MOST_ROUNDS && x.tiles > 0 && best.parts < most; rounds++) {
         const int64_t wanted = rounds * x.width / x.tiles;
         if (wanted <= 1) continue;
         const int64_t steps = ceil_div(x.key_tiles, wanted < most ? wanted : most),
                       parts = ceil_div(x.key_tiles, steps);
         const double us = us_of(&x, parts);
-        if (us < best.us) best = (fa_cache_tiles){(int)heads, (int)parts, us};
+        if (us < best.us) best = (cache_tiles){(int)heads, (int)parts, us};
     }
     return best;
 }
 
 /* For num_splits = n the rows of one sequence and key head decide. The rows of a strip raise their maximum together,
  * and bits must not depend on the batch. They do where all parts together would have more than 2^28 rows. */
-static fa_cache_tiles given_parts(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads) {
+static cache_tiles given_parts(const fa_problem *p, const fa_fwd_sm90_columns *t, int64_t heads) {
     const cut x = cut_of(p, t, heads, 1);
     const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, most = most_parts(p, x.key_tiles);
     const int64_t group = p->h_kv > 0 ? p->h / p->h_kv : 1, rows = round_up(p->len_q, block_q / heads) * group;
-    return (fa_cache_tiles){(int)heads, (int)(p->num_splits < most ? p->num_splits : most),
-                            (double)rows / (double)block_q * us_of_a_key(p, t)};
+    return (cache_tiles){(int)heads, (int)(p->num_splits < most ? p->num_splits : most),
+                         (double)rows / (double)block_q * us_of_a_key(p, t)};
 }
 
 /* Few queries would leave most rows of a work tile empty. So heads of one key head share it, as few as save time. A row
  * strip has 16 rows. */
-fa_cache_tiles fa_tiles_of_cache(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
+static cache_tiles tiles_of_cache(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
     enum { STRIP = 16 };
     const int64_t block_q = FA_ROWS_OF_A_WARPGROUP * t->wgs, group = p->h_kv > 0 ? p->h / p->h_kv : 1;
     const bool is_given = p->num_splits > 0 && !p->cu_seqlens_q;
     const int64_t most_heads = fa_reads_cache(p) ? group : 1;
-    fa_cache_tiles best = {1, 1, HUGE_VAL};
+    cache_tiles best = {1, 1, HUGE_VAL};
     for (int64_t heads = 1; heads <= most_heads && STRIP * heads <= block_q; heads++) {
         if (group % heads || block_q % (STRIP * heads)) continue;
-        const fa_cache_tiles x = is_given ? given_parts(p, t, heads) : best_parts(p, t, heads, sms);
+        const cache_tiles x = is_given ? given_parts(p, t, heads) : best_parts(p, t, heads, sms);
         if (x.us < best.us) best = x;
     }
     return best;
 }
 
-/* Returns the cost of a sequence with this row's tiles, or the time of a call over a cache. A tile is computed as a
- * whole. So is a step over keys, which matters with few keys. Short sequences wait for memory rather than for products.
+/* A dense call has few work tiles over many keys. Its time depends on how many SMs have a work tile. An H100 takes for
+ * one sequence of 1024 queries and keys, 8 heads of 128 columns, causal, 23.5 us with tiles of 128 rows and 20.0 with
+ * tiles of 64 (cuda/measurements/decode.md, Few work tiles). */
+static bool has_few_tiles(const fa_problem *p, int sms) {
+    enum { MANY_KEYS = 512, ROWS = 64, OF_SM = 4 };
+    return !p->cu_seqlens_q && !p->cu_seqlens_k && p->len_kv >= MANY_KEYS && p->h > 0 && !p->flex &&
+           p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
+}
+
+/* Returns the cost of a sequence with this row's tiles, or the time of a call over a cache or of few tiles. A tile is
+ * computed as a whole. So is a step over keys, which matters with few keys. Short sequences wait for memory rather than
+ * for products.
  * They wait longest if a step needs more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and
  * keys a step:
  *   length 100: 36.7 us with 192 rows and 128 keys, 29.3 with 128 rows and 64 keys;
@@ -150,8 +167,9 @@ fa_cache_tiles fa_tiles_of_cache(const fa_problem *p, const fa_fwd_sm90_columns 
  * Rows that begin amid sectors of 32 bytes are loaded slowly. With long sequences loads then bind tiles of 128 rows. */
 static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
     enum { FEW_KEYS = 128, SHORT = 256 * 64, LONG = 512, IN_SECTORS = 16 }; /* SHORT: elements of a head's keys */
-    if (fa_reads_cache(p)) return fa_tiles_of_cache(p, t, sms).us;
+    if (fa_reads_cache(p)) return tiles_of_cache(p, t, sms).us;
     const bool is_slow = (p->d % IN_SECTORS || p->d_v % IN_SECTORS) && p->len_kv > LONG && t->wgs < 3;
+    if (has_few_tiles(p, sms)) return tiles_of_cache(p, t, sms).us * (is_slow ? 1.3 : 1);
     const int64_t keys = p->len_kv < FEW_KEYS ? round_up(p->len_kv, t->block_kv) : FEW_KEYS;
     const int64_t rows = round_up(p->len_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
     const double cost = (double)(rows * keys * t->cost) * (is_slow ? 1.3 : 1);
@@ -214,13 +232,18 @@ static const char *why_not_row(const fa_problem *p, int row, unsigned features) 
     return NULL;
 }
 
+static unsigned features_of(const fa_problem *p) {
+    const unsigned of_cache = !fa_reads_cache(p) ? 0u : fa_loads_single_keys(p) ? FA_CACHE | FA_SINGLE_KEYS : FA_CACHE;
+    return fa_cuda_features(p) | of_cache | (fa_has_mods(p) ? FA_FLEX : 0u);
+}
+
 /* Returns the row that costs least, or -1. The first row that serves the call says how many chunks of columns it needs.
- * Rows of as many chunks are compared. The plan takes down why rows are ruled out. */
+ * Rows of as many chunks are compared. The plan, if there is one, takes down why rows are ruled out. */
 static int choose_row(const fa_problem *p, unsigned features, int sms, fa_plan *plan) {
     const fa_family *family = &fa_families[FA_FWD_SM90];
     int row = 0;
     for (const char *why; row < family->num_rows && (why = why_not_row(p, row, features)); row++)
-        fa_rule_out(plan, family->rows[row].name, why);
+        if (plan) fa_rule_out(plan, family->rows[row].name, why);
     if (row == family->num_rows) return -1;
     double least = -1; /* the cost of the row, once it is known */
     for (int later = row + 1; later < family->num_rows; later++) {
@@ -232,11 +255,35 @@ static int choose_row(const fa_problem *p, unsigned features, int sms, fa_plan *
         if (!(features & FA_FLEX) && !family->chooses(later, features)) continue; /* as the lists of kernels say */
         if (least < 0) least = cost_of(p, t, sms);
         const double cost = cost_of(p, other, sms);
-        fa_rule_out(plan, family->rows[cost < least ? row : later].name,
-                    "its tiles cost more for these lengths and head dimensions");
+        if (plan)
+            fa_rule_out(plan, family->rows[cost < least ? row : later].name,
+                        "its tiles cost more for these lengths and head dimensions");
         if (cost < least) row = later, least = cost;
     }
     return row;
+}
+
+/* Microseconds with the row that costs least. */
+static double us_with_row(const fa_problem *p, int sms) {
+    const int row = choose_row(p, features_of(p), sms, NULL);
+    return row < 0 ? HUGE_VAL : tiles_of_cache(p, fa_fwd_sm90_row(row), sms).us;
+}
+
+/* Few queries over many keys leave rows of a work tile empty, and SMs without a work tile. If it is faster, the keys of
+ * a dense call count as a cache: heads share work tiles, and keys are cut into parts. Returns the problem to plan, p or
+ * *changed. NOTE: most calls must leave early, because the host plans each call. */
+static const fa_problem *as_planned(const fa_problem *p, int sms, fa_problem *changed) {
+    if (fa_reads_cache(p) || !has_few_tiles(p, sms) || p->num_splits != 0 || p->dropout_p > 0 || p->wants_s_dmask ||
+        p->pass != FA_FWD)
+        return p;
+    *changed = *p;
+    changed->is_whole_cache = true;
+    return us_with_row(changed, sms) < 0.95 * us_with_row(p, sms) && !fa_why_not_cache_of_sm90(changed) ? changed : p;
+}
+
+double fa_us_of_fwd_sm90(const fa_problem *p, int sms) {
+    fa_problem changed;
+    return us_with_row(as_planned(p, sms, &changed), sms);
 }
 
 /* ---- the plan -------------------------------------------------------------------------------------------------- */
@@ -244,8 +291,7 @@ static int choose_row(const fa_problem *p, unsigned features, int sms, fa_plan *
 static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { WIDEST = 256, MOST_WALKS_BYTES = 256 << 20 };
     const bool reads_cache = fa_reads_cache(p);
-    const unsigned of_cache = !reads_cache ? 0u : fa_loads_single_keys(p) ? FA_CACHE | FA_SINGLE_KEYS : FA_CACHE;
-    const unsigned features = fa_cuda_features(p) | of_cache | (fa_has_mods(p) ? FA_FLEX : 0u);
+    const unsigned features = features_of(p);
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t batches = packed ? 1 : p->b;
     const char *why =
@@ -280,7 +326,7 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_p
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
     plan->gpu.tile_heads = 1;
     if (reads_cache) {
-        const fa_cache_tiles tiles = fa_tiles_of_cache(p, fa_fwd_sm90_row(row), machine->gpu_sms);
+        const cache_tiles tiles = tiles_of_cache(p, fa_fwd_sm90_row(row), machine->gpu_sms);
         plan->gpu.tile_heads = tiles.heads, plan->num_splits = tiles.parts;
         if (tiles.parts > 1) plan->workspace_bytes = fa_key_parts_at(p) + fa_key_parts_bytes(p, tiles.parts);
     }
@@ -294,7 +340,9 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_p
     return NULL;
 }
 
-const char *fa_plan_fwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+const char *fa_plan_fwd_sm90(const fa_problem *problem, const fa_machine *machine, fa_plan *plan) {
+    fa_problem changed;
+    const fa_problem *p = as_planned(problem, machine->gpu_sms, &changed);
     if (!fa_gathers(p, machine)) return plan_fwd(p, machine, plan);
     const fa_problem gathered = fa_gathered(p, NULL);
     const char *why = plan_fwd(&gathered, machine, plan);

@@ -56,9 +56,6 @@ bool fa_gathers(const fa_problem *p, const fa_machine *machine) {
     if (!fa_may_gather(p)) return false;
     if (fa_why_not_cache_of_sm90(p)) return true;
     const fa_problem gathered = fa_gathered(p, NULL);
-    const fa_fwd_sm90_columns *of_pages = fa_fwd_sm90_row_of_cache(p), *of_copies = fa_fwd_sm90_row_of_cache(&gathered);
     const int sms = machine->gpu_sms;
-    return of_pages && of_copies &&
-           fa_us_of_gather(p) + fa_tiles_of_cache(&gathered, of_copies, sms).us <
-               fa_tiles_of_cache(p, of_pages, sms).us;
+    return fa_us_of_gather(p) + fa_us_of_fwd_sm90(&gathered, sms) < fa_us_of_fwd_sm90(p, sms);
 }

@@ -12,13 +12,9 @@ typedef const char *fa_cuda_planner(const fa_problem *problem, const fa_machine 
 fa_cuda_planner fa_plan_decode_sm90, fa_plan_fwd_sm90, fa_plan_fwd_fp8_sm90, fa_plan_bwd_sm90, fa_plan_fwd_any,
     fa_plan_decode_sm80, fa_plan_fwd_sm80, fa_plan_bwd_sm80, fa_plan_bwd_any;
 
-/* How attn_fwd_sm90 cuts a call over a cache into work tiles of a row of the table. */
-typedef struct {
-    int heads; /* query heads of one key head that share a work tile */
-    int parts; /* of the keys of a work tile */
-    double us; /* of an H100; if num_splits is given, of an SM for a key of one key head */
-} fa_cache_tiles;
-fa_cache_tiles fa_tiles_of_cache(const fa_problem *problem, const fa_fwd_sm90_columns *tile, int sms);
+/* Microseconds of an H100 for few queries over many keys, with the row of attn_fwd_sm90 that suits the call best. If
+ * num_splits is given, of an SM for a key of one key head. HUGE_VAL: there is no row. */
+double fa_us_of_fwd_sm90(const fa_problem *problem, int sms);
 /* The first row of attn_fwd_sm90 that has room for the columns of a cache, and loads its pages. NULL: there is none. */
 const fa_fwd_sm90_columns *fa_fwd_sm90_row_of_cache(const fa_problem *problem);
 double fa_us_of_a_pair(const fa_fwd_sm90_columns *tile); /* of an SM, for a row and a key */

@@ -312,7 +312,7 @@ void fa_plan_mods(const fa_problem *p, fa_plan *plan) {
 
 bool fa_reads_cache(const fa_problem *p) {
     const bool packed = p->cu_seqlens_q != NULL;
-    return p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data || p->rotary_cos ||
+    return p->is_whole_cache || p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data || p->rotary_cos ||
            (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
 }
 
