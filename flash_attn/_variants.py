@@ -25,9 +25,15 @@ def _is_common(name, own, number, generation):
         return False
     if (own or "_sm80_" in name) and re.search(r"_(local|score|alibi|dropout)", name):
         return False
-    if "_cache" in name and ("_causal" not in name or (generation == 2 and re.search(r"_d\d+v", name))):
+    # Dense calls of few work tiles read their keys as a cache.
+    of_few_tiles = generation == 2 and re.fullmatch(r"attn_fwd_sm90_\w+_d\d+_q\d+kv\d+_cache", name)
+    of_prompts = "_causal" in name and not (generation == 2 and re.search(r"_d\d+v", name))
+    if "_cache" in name and not (of_few_tiles or of_prompts):
         return False
     if "_single" in name:
+        return False
+    # A wheel has no room for packed sequences of rarer head dimensions, and of up to 64 tokens at the wider ones.
+    if own and "_varlen" in name and re.search(r"_sm90_\w+_(d(48|112|160)_|d(128|192|256)_q64)", name):
         return False
     # A wheel of flash_attn_3 has no room for tiles of rarer head dimensions.
     rare = r"^attn_(fwd|bwd)_sm90_\w+_d(32|48|112|160)_|^attn_\w+_sm80_\w+_d(32|48|80|112|160)_"

@@ -36,7 +36,7 @@ def test_results(d, sizes, options):
 @pytest.mark.parametrize("d", (64, 128, 192, 256))
 def test_extremes_that_are_seen(d, options):
     """Infinities, NaN and huge values, in more than one part."""
-    q, k, v = with_extremes(60, 3000, d, torch.bfloat16)
+    q, k, v = with_extremes(60, 3000, d, "bf16")
     on = [x.cuda()[None] for x in (q, k, v)]
     asked = {"window_size" if key == "window" else key: x for key, x in options.items()}
     assert explain(flash_attn_func, *on, **asked).num_splits > 1
@@ -58,6 +58,15 @@ def test_gradients_are_those_of_many_tiles(d):
     torch.testing.assert_close(*outs, atol=1e-2, rtol=1e-2)
     for x, y in zip(torch.autograd.grad(outs[0], alone, dout), torch.autograd.grad(outs[1], amid, dout)):
         torch.testing.assert_close(x, y[:1], atol=2e-2, rtol=2e-2)
+
+
+def test_nan_is_seen_in_a_part_whose_weight_is_zero():
+    """All rows see the key, so NaN in its V makes them NaN, however far below the other scores its own lies."""
+    q, k, v = torch.ones(1, 64, 8, 128), torch.zeros(1, 5000, 8, 128), torch.zeros(1, 5000, 8, 128)
+    k[:, :600], v[:, 4000] = 1.5, float("nan")
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in (q, k, v))
+    assert explain(flash_attn_func, q, k, v, softmax_scale=1.0).num_splits > 1
+    assert flash_attn_func(q, k, v, softmax_scale=1.0).isnan().all()
 
 
 def test_sinks_come_once():

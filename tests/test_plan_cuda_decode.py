@@ -2,7 +2,10 @@
 
 import re
 
+import flash_attn_2_cuda
 import pytest
+
+from flash_attn._variants import choose
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,20 @@ def test_dense_keys_count_as_a_cache_where_tiles_are_few(plan, numbers, tile, pa
     name, _, _, workspace, num_splits, _ = plan(**DENSE | numbers).splitlines()[0].split()
     assert name == "attn_fwd_sm90_bf16_" + tile and int(num_splits) == parts
     assert (int(workspace) > 0) == (parts > 1)
+
+
+def test_one_split_of_dense_keys_takes_the_same_tiles_in_every_batch(plan):
+    numbers = {"d": 64, "len_q": 6400, "len_kv": 4096, "b": 1, "splits": 1, "sms": 132}
+    assert len({plan(h=h, h_kv=h, **numbers).split()[0] for h in (1, 5, 8, 64)}) == 1
+
+
+def test_wheels_have_the_kernels_of_plain_dense_calls(plan):
+    shipped = {name for name, *_ in choose(flash_attn_2_cuda, ["sm_90a"])}
+    for d in (64, 96, 128, 192, 256):
+        for len_q, len_kv in ((64, 1024), (64, 8192), (256, 16384), (1024, 1024), (4096, 4096)):
+            for h, right in ((8, -1), (8, 0), (32, -1)):
+                numbers = {"d": d, "len_q": len_q, "len_kv": len_kv, "b": 1, "h": h, "h_kv": 8, "right": right, "sms": 132}
+                assert plan(**numbers).split()[0] in shipped, numbers
 
 
 @pytest.mark.parametrize("d", (64, 128, 256))

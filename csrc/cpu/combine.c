@@ -14,10 +14,11 @@ static double weigh(const fa_combination *c, const float *lse, double *weights) 
     }
     for (int64_t i = 0; i < c->num_parts; i++) {
         const float part = lse[i * c->lse_stride_part];
-        weights[i] = isinf(part) ? 0 : exp(part - max);
-        sum += weights[i];
+        weights[i] = isinf(part) ? -1 : exp(part - max); /* -1: it sees no key, and is not read */
+        if (!(weights[i] < 0)) sum += weights[i];
     }
-    for (int64_t i = 0; i < c->num_parts && sum != 0; i++) weights[i] /= sum;
+    for (int64_t i = 0; i < c->num_parts && sum != 0; i++)
+        if (!(weights[i] < 0)) weights[i] /= sum;
     return sum == 0 ? c->empty_lse : max + log(sum);
 }
 
@@ -30,7 +31,7 @@ static void combine_row(const fa_combination *c, int64_t b_idx, int64_t head, in
     for (int64_t col = 0; col < c->d; col++) {
         double sum = 0;
         for (int64_t i = 0; i < c->num_parts; i++)
-            if (weights[i] != 0) sum += weights[i] * from[i * c->stride_part + col];
+            if (!(weights[i] < 0)) sum += weights[i] * from[i * c->stride_part + col];
         fa_store_element(c->out.data, to + col, sum, c->dtype);
     }
 }

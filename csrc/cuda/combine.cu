@@ -22,7 +22,8 @@
 
 constexpr unsigned WHOLE_WARP = 0xffffffffu;
 
-/* Fills the weights of all parts and returns the row's lse. The whole warp calls this function. */
+/* Fills the weights of all parts and returns the row's lse. A part that sees no key has weight -1. The whole warp calls
+ * this function. */
 DEVICE float weigh(const fa_combine_params &p, const float *lse, float *weights) {
     const int lane = threadIdx.x % 32;
     const float inf = __int_as_float(0x7f800000);
@@ -34,18 +35,19 @@ DEVICE float weigh(const fa_combine_params &p, const float *lse, float *weights)
     for (int step = 16; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(WHOLE_WARP, max, step));
     for (int i = lane; i < p.num_parts; i += 32) {
         const float part = lse[i * p.lse_stride_part];
-        weights[i] = fabsf(part) == inf ? 0 : expf(part - max);
-        sum += weights[i];
+        const float weight = fabsf(part) == inf ? -1 : expf(part - max);
+        weights[i] = weight, sum += weight < 0 ? 0 : weight;
     }
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(WHOLE_WARP, sum, step);
     const float scale = sum == 0 ? 0 : 1 / sum;
-    for (int i = lane; i < p.num_parts; i += 32) weights[i] *= scale;
+    for (int i = lane; i < p.num_parts; i += 32)
+        if (weights[i] > 0) weights[i] *= scale;
     __syncwarp();
     return sum == 0 ? -inf : max + logf(sum);
 }
 
 /* Writes the columns of a row. Each lane takes WIDTH columns at a time, and a part's loads do not wait for those of the
- * part before. A part that counts for nothing is not read. */
+ * part before. A part that sees no key is not read. A weight of 0 may be an underflow: NaN in the part counts. */
 template <int WIDTH>
 DEVICE void write_row(const fa_combine_params &p, const float *from, element *to, const float *weights, float share) {
     constexpr int AT_ONCE = 8;
@@ -62,9 +64,9 @@ DEVICE void write_row(const fa_combine_params &p, const float *from, element *to
             float weight[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                weight[i] = first + i < p.num_parts ? weights[first + i] : 0;
+                weight[i] = first + i < p.num_parts ? weights[first + i] : -1;
                 part[i] = group{};
-                if (weight[i] != 0) part[i] = *(const group *)(from + (first + i) * p.stride_part + col);
+                if (!(weight[i] < 0)) part[i] = *(const group *)(from + (first + i) * p.stride_part + col);
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++)

@@ -150,8 +150,8 @@ static cache_tiles tiles_of_cache(const fa_problem *p, const fa_fwd_sm90_columns
  * tiles of 64 (cuda/measurements/decode.md, Few work tiles). */
 static bool has_few_tiles(const fa_problem *p, int sms) {
     enum { MANY_KEYS = 512, ROWS = 64, OF_SM = 4 };
-    return !p->cu_seqlens_q && !p->cu_seqlens_k && p->len_kv >= MANY_KEYS && p->h > 0 && !p->flex &&
-           p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
+    return p->num_splits == 0 && !p->cu_seqlens_q && !p->cu_seqlens_k && p->len_kv >= MANY_KEYS && p->h > 0 &&
+           !p->flex && p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
 }
 
 /* Returns the cost of a sequence with this row's tiles, or the time of a call over a cache or of few tiles. A tile is
@@ -273,8 +273,7 @@ static double us_with_row(const fa_problem *p, int sms) {
  * a dense call count as a cache: heads share work tiles, and keys are cut into parts. Returns the problem to plan, p or
  * *changed. NOTE: most calls must leave early, because the host plans each call. */
 static const fa_problem *as_planned(const fa_problem *p, int sms, fa_problem *changed) {
-    if (fa_reads_cache(p) || !has_few_tiles(p, sms) || p->num_splits != 0 || p->dropout_p > 0 || p->wants_s_dmask ||
-        p->pass != FA_FWD)
+    if (fa_reads_cache(p) || !has_few_tiles(p, sms) || p->dropout_p > 0 || p->wants_s_dmask || p->pass != FA_FWD)
         return p;
     *changed = *p;
     changed->is_whole_cache = true;

@@ -193,7 +193,8 @@ EMULATED_FORWARDS = [
     "fp16_d112_q192kv80_varlen", "bf16_d64_q192kv128_causal_cache", "fp16_d64_q64kv64_local_varlen_cache",
     "bf16_d128_q128kv128_cache", "bf16_d80_q192kv96_causal_varlen_cache", "bf16_d128_q128kv128_cache_single",
     "bf16_d64_q64kv64_causal_cache_single", "fp16_d96_q128kv128_local_varlen_cache_single",
-    "bf16_d192_q128kv96_cache_single", "bf16_d256_q128kv64_causal_cache_single"
+    "bf16_d192_q128kv96_cache_single", "bf16_d256_q128kv64_causal_cache_single",
+    "fp16_d128_q64kv128", "bf16_d128_q64kv128_cache", "bf16_d256_q64kv64_causal", "fp16_d192_q64kv96_causal_cache"
 ]  # fmt: skip
 
 
