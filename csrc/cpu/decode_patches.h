@@ -23,9 +23,9 @@ INLINE vec load_words_first(const void *p, int64_t n, fa_dtype DTYPE) {
 #define DECODE_TOKENS(ROWS) (DECODE_SUMS / (ROWS) < 4 ? DECODE_SUMS / (ROWS) : 4)
 #define DECODE_HEADS(ROWS)  (DECODE_SUMS / (ROWS) / DECODE_TOKENS(ROWS))
 
-/* A tile of DECODE_SUMS dot products: ROWS rows of Q, a few tokens, and several heads if lanes remain. A vector of Q serves
- * all tokens, and a vector of K serves all rows, so the multiply-adds bind and not the loads. k holds the tokens' rows
- * of head 0, and `ahead` the lines to prefetch. */
+/* A tile of DECODE_SUMS dot products: ROWS rows of Q, a few tokens, and several heads if sums remain. A vector of Q
+ * serves all tokens, and a vector of K serves all rows, so the multiply-adds bind and not the loads. k holds the
+ * tokens' rows of head 0, and `ahead` the lines to prefetch. */
 INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, decode_ahead ahead, int64_t head,
                         int64_t row, float *out, const int64_t *out_at, fa_dtype DTYPE) {
     const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS), STEP = LANES * WORD_ELEMS;

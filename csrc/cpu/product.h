@@ -13,7 +13,8 @@
  * step takes UNROLL_VECS loads and UNROLL_ROWS broadcasts for UNROLL_VECS x UNROLL_ROWS multiply-adds. So the
  * multiply-add pipes bind, and not the load ports.
  *
- * With VEC_BY_LANE a step takes LANES words of each row of A in one load. A multiply-add then reads its word from a lane.
+ * With VEC_BY_LANE a step takes LANES words of each row of A in one load, and a multiply-add reads its word from a
+ * lane.
  *
  * The sum starts from zero, and one multiply-add joins the old value of C. The sum thus has two levels, which halves
  * its rounding error, and the rescaling of C costs nothing. Measurements: README.md. */

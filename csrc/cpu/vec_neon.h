@@ -134,7 +134,7 @@ INLINE vec vec_dot(vec acc, vec a, vec b) { return vfmaq_f32(acc, a, b); }
 
 /* acc + b times one word of a
  *
- * NOTE: of vbfdotq_laneq_f32 clang 16 makes a broadcast and a plain BFDOT, and of vfmaq_laneq_f32 gcc 12 makes copies of
+ * NOTE: clang 16 compiles vbfdotq_laneq_f32 to a broadcast and a plain BFDOT. With vfmaq_laneq_f32 gcc 12 copies
  * accumulators in the loop. */
 INLINE vec vec_dot_lane(vec acc, vec a, int LANE, vec b) {
     switch (LANE) {

@@ -105,7 +105,7 @@ static fa_status torch_said(AOTITorchError code, int num, fa_outputs *outputs, f
 
 /* Short fp32 calls without AVX-512: one thread of a Zen 3 computes forwards of 16 to 32 queries and keys 0.75 to 1.06
  * times as fast as torch's kernel, which calls MKL. From 48 on, and in the backward, our kernels are as fast or faster.
- * Calls that consist of their host work stay here. On ARM nothing was measured, so these calls are torch's there, too. */
+ * Calls that consist of their host work stay here. On ARM nothing was measured, so torch keeps these calls, too. */
 static bool is_better_in_torch(const fa_call *c) {
     const int64_t len_q = c->q.size[2], len_kv = c->k.size[2];
     return c->q.dtype == fa_torch.f32 && fa_this_machine.isa <= FA_ISA_AVX2 && len_q > 4 && len_q <= 32 &&
