@@ -11,6 +11,8 @@ const char *fa_isa_name(fa_isa isa) {
     return names[isa];
 }
 
+bool fa_isa_is_for_bf16(fa_isa isa) { return isa == FA_ISA_NEONBF16 || isa == FA_ISA_AVX512BF16 || isa == FA_ISA_AMX; }
+
 const char *fa_dtype_name(fa_dtype dtype) {
     static const char *const names[] = {
         [FA_F16] = "fp16", [FA_BF16] = "bf16", [FA_F32] = "fp32", [FA_F64] = "fp64", [FA_E4M3] = "e4m3"};

@@ -183,15 +183,19 @@ typedef struct {
 
 /* ---- plan -------------------------------------------------------------------------------------------------- */
 
-/* The instruction sets, weakest first: X(name in C, name for people).
+/* The instruction sets, weakest first: X(name in C, name for people). The first two are of any processor, and the
+ * others of one architecture each (fa_cpu_knows).
  *   reference    cpu/reference.c: the specification
  *   scalar       the tiled algorithm in portable C
+ *   neon         Advanced SIMD of 64-bit ARM
+ *   neonbf16     Advanced SIMD with BFDOT: kernels for bf16 only
  *   avx2         AVX2 + FMA + F16C
  *   avx512       AVX-512 F, DQ, BW, VL
  *   avx512bf16   kernels for bf16 only
  *   amx          AMX-TILE, AMX-BF16: kernels for bf16 only */
-#define FA_ISAS(X) \
-    X(REFERENCE, reference), X(SCALAR, scalar), X(AVX2, avx2), X(AVX512, avx512), X(AVX512BF16, avx512bf16), X(AMX, amx)
+#define FA_ISAS(X)                                                                                   \
+    X(REFERENCE, reference), X(SCALAR, scalar), X(NEON, neon), X(NEONBF16, neonbf16), X(AVX2, avx2), \
+        X(AVX512, avx512), X(AVX512BF16, avx512bf16), X(AMX, amx)
 
 #define FA_ISA_ENUM(id, name) FA_ISA_##id
 typedef enum { FA_ISAS(FA_ISA_ENUM), FA_NUM_ISAS } fa_isa;
@@ -268,6 +272,7 @@ typedef struct {
 } fa_plan;
 
 const char *fa_isa_name(fa_isa isa);
+bool fa_isa_is_for_bf16(fa_isa isa); /* it has kernels for bf16 only, whose products multiply words of two bf16 */
 const char *fa_dtype_name(fa_dtype dtype);
 size_t fa_dtype_bytes(fa_dtype dtype);
 fa_dtype fa_output_dtype(fa_dtype dtype); /* the dtype of o: bf16 for FA_E4M3, otherwise the same */

@@ -1,5 +1,6 @@
 """PyTorch's scaled_dot_product_attention and varlen_attn on the kernels of this package."""
 
+import platform
 import subprocess
 import sys
 import threading
@@ -312,10 +313,12 @@ def test_foreign_calls(name):
 
 
 def test_short_calls_in_fp32(active, isa):
-    """MKL is faster there, unless there is AVX-512."""
+    """MKL is faster there, unless there is AVX-512. On ARM nothing was measured."""
     q, k, v = inputs(2, 12, 12, 16, 16, 64, torch.float32)
     plan = explain(SDPA, q.requires_grad_(), k, v)
-    assert ("PyTorch's own kernel is faster" in plan.refusal) == (isa in ("reference", "scalar", "avx2"))
+    why = "PyTorch's own kernel is faster" if platform.machine() == "x86_64" else "on ARM PyTorch's own kernel"
+    weaker = ("reference", "scalar", "neon", "neonbf16", "avx2")
+    assert (why in plan.refusal) == (isa in weaker)
     assert plan.backward.kernel.startswith("attn_bwd")
     assert torch.allclose(SDPA(q, k, v), exact(q, k, v)[0].float(), atol=1e-5)
 

@@ -20,20 +20,20 @@ INLINE vec load_words_first(const void *p, int64_t n, fa_dtype DTYPE) {
 
 /* ---- S = Q K^T ---- */
 
-#define DECODE_TOKENS(ROWS) (LANES / (ROWS) < 4 ? LANES / (ROWS) : 4)
-#define DECODE_HEADS(ROWS)  (LANES / (ROWS) / DECODE_TOKENS(ROWS))
+#define DECODE_TOKENS(ROWS) (DECODE_SUMS / (ROWS) < 4 ? DECODE_SUMS / (ROWS) : 4)
+#define DECODE_HEADS(ROWS)  (DECODE_SUMS / (ROWS) / DECODE_TOKENS(ROWS))
 
-/* A tile of LANES dot products: ROWS rows of Q, a few tokens, and several heads if lanes remain. A vector of Q serves
- * all tokens, and a vector of K serves all rows, so the multiply-adds bind and not the loads. k holds the tokens' rows
- * of head 0, and `ahead` the lines to prefetch. */
+/* A tile of DECODE_SUMS dot products: ROWS rows of Q, a few tokens, and several heads if sums remain. A vector of Q
+ * serves all tokens, and a vector of K serves all rows, so the multiply-adds bind and not the loads. k holds the
+ * tokens' rows of head 0, and `ahead` the lines to prefetch. */
 INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, decode_ahead ahead, int64_t head,
                         int64_t row, float *out, const int64_t *out_at, fa_dtype DTYPE) {
     const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS), STEP = LANES * WORD_ELEMS;
     const int64_t d = t->p->d, q_step = t->rows * LANES, head_words = t->rows * t->q_columns / WORD_ELEMS;
-    const float *q[LANES];
-    int64_t k_at[LANES];
-    vec acc[LANES];
-    UNROLL for (int i = 0; i < LANES; i++) acc[i] = vec_set(0.0f);
+    const float *q[DECODE_SUMS];
+    int64_t k_at[DECODE_SUMS];
+    vec acc[DECODE_SUMS];
+    UNROLL for (int i = 0; i < DECODE_SUMS; i++) acc[i] = vec_set(0.0f);
     UNROLL for (int h = 0; h < HEADS; h++) {
         const int64_t existing = head + h < t->num_heads ? head + h : t->num_heads - 1;
         q[h] = t->q + existing * head_words + row * LANES;
@@ -67,8 +67,10 @@ INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, de
             }
         }
     }
-    float sums[LANES];
-    vec_store(sums, vec_mul(vec_sums(acc), vec_set(t->job->scale)));
+    float sums[DECODE_SUMS];
+    UNROLL for (int i = 0; i < DECODE_SUMS; i += LANES) {
+        vec_store(sums + i, vec_mul(vec_sums(acc + i), vec_set(t->job->scale)));
+    }
     UNROLL for (int i = 0; i < TOKENS; i++) {
         UNROLL for (int h = 0; h < HEADS; h++) {
             const int64_t existing = head + h < t->num_heads ? head + h : t->num_heads - 1;
@@ -151,7 +153,7 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *
 INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *const *v, decode_ahead ahead,
                         int64_t offset, const float *p_words, int64_t num_words, fa_dtype DTYPE) {
     const int64_t d = t->p->d_v, chunk = LANES * WORD_ELEMS, column_bytes = num_words * WORD_ELEMS * DTYPE_BYTES(DTYPE);
-    const int CHUNKS = ROWS == 1 ? 8 / WORD_ELEMS : LANES / (ROWS * WORD_ELEMS);
+    const int CHUNKS = ROWS == 1 ? 8 / WORD_ELEMS : DECODE_SUMS / (ROWS * WORD_ELEMS);
     const char *const row = ahead.row;
     int64_t elem = 0;
     for (; elem + CHUNKS * chunk <= d; elem += CHUNKS * chunk, ahead.row = row + elem * column_bytes)

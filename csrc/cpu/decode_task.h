@@ -8,6 +8,10 @@
 #include "decode_plan.h"
 #include "pack.h"
 
+/* Vectors of sums that the products of the decode kernel keep in registers, a multiple of LANES. */
+#ifndef DECODE_SUMS
+#define DECODE_SUMS LANES
+#endif
 #define DECODE_MAX_LANES   64
 #define DECODE_MAX_AHEAD   16
 #define DECODE_AHEAD_BYTES (16 * 1024) /* a third of a first-level cache */
@@ -111,7 +115,7 @@ INLINE decode_ahead next_rows(const decode_task *t, decode_cursor *c, int64_t nu
 }
 
 INLINE void fetch_ahead(decode_ahead ahead, int64_t at, fa_dtype DTYPE) {
-    if (DTYPE == FA_E4M3 && at % 64) return; /* loads of 8 or 16 bytes share a line */
+    if ((DTYPE == FA_E4M3 || DECODE_SUMS > LANES) && at % 64) return; /* loads of 8 or 16 bytes share a line */
     PREFETCH(ahead.row + at);
     if (DTYPE != FA_F16 && DTYPE != FA_E4M3) PREFETCH(ahead.row + at - ahead.back);
 }

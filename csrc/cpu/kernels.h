@@ -19,6 +19,12 @@ extern const fa_cpu_kernels fa_kernels_scalar;
 #if FA_X86
 extern const fa_cpu_kernels fa_kernels_avx2, fa_kernels_avx512, fa_kernels_avx512bf16;
 #endif
+#if FA_NEON
+extern const fa_cpu_kernels fa_kernels_neon;
+#endif
+#if FA_NEON_BF16
+extern const fa_cpu_kernels fa_kernels_neonbf16;
+#endif
 #if FA_AMX
 extern const fa_cpu_kernels fa_kernels_amx;
 #endif

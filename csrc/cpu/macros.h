@@ -19,6 +19,21 @@
 #define FA_AMX 0
 #endif
 
+/* FA_NEON: the processor is a 64-bit ARM in its usual byte order, so it has Advanced SIMD, and the compiler knows the
+ * GNU extensions. FA_NEON_BF16: the compiler also has intrinsics for products of bf16, in functions with that target.
+ * clang before 16 has them only if the whole file is compiled for such a processor. */
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__AARCH64EB__)
+#define FA_NEON 1
+#else
+#define FA_NEON 0
+#endif
+#if FA_NEON && (defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || (defined(__clang__) && __clang_major__ >= 16) || \
+                (!defined(__clang__) && __GNUC__ >= 10))
+#define FA_NEON_BF16 1
+#else
+#define FA_NEON_BF16 0
+#endif
+
 /* PREFETCH is a hint to fetch a cache line. Any address is allowed.
  * INLINE functions become part of the caller whatever their size, and their constant arguments select variants.
  * OUTLINE functions are never inlined, so that their loops have all registers for themselves.

@@ -13,6 +13,9 @@
  * step takes UNROLL_VECS loads and UNROLL_ROWS broadcasts for UNROLL_VECS x UNROLL_ROWS multiply-adds. So the
  * multiply-add pipes bind, and not the load ports.
  *
+ * With VEC_BY_LANE a step takes LANES words of each row of A in one load, and a multiply-add reads its word from a
+ * lane.
+ *
  * The sum starts from zero, and one multiply-add joins the old value of C. The sum thus has two levels, which halves
  * its rounding error, and the rescaling of C costs nothing. Measurements: README.md. */
 #ifndef FA_CPU_PRODUCT_H
@@ -47,7 +50,22 @@ INLINE void product_patch(product_epilogue EPILOGUE, int ROWS, int VECS, const p
     const int64_t a_stride = p->a_stride, b_stride = p->b_stride, c_stride = p->c_stride, num_words = p->num_words;
 
     UNROLL for (int r = 0; r < ROWS; r++) { UNROLL for (int u = 0; u < VECS; u++) acc[r][u] = vec_set(0.0f); }
-    for (int64_t k = 0; k < num_words; k++, a++, b += b_stride) {
+    int64_t k = 0;
+#ifdef VEC_BY_LANE
+    for (; k + LANES <= num_words; k += LANES, a += LANES) {
+        vec a_words[8];
+        UNROLL for (int r = 0; r < ROWS; r++) a_words[r] = vec_load(a + r * a_stride);
+        UNROLL for (int i = 0; i < LANES; i++, b += b_stride) {
+            vec b_vec[4];
+            vec_hold_loads();
+            UNROLL for (int u = 0; u < VECS; u++) b_vec[u] = vec_load(b + u * LANES);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                UNROLL for (int u = 0; u < VECS; u++) acc[r][u] = vec_dot_lane(acc[r][u], a_words[r], i, b_vec[u]);
+            }
+        }
+    }
+#endif
+    for (; k < num_words; k++, a++, b += b_stride) {
         vec b_vec[4];
         UNROLL for (int u = 0; u < VECS; u++) {
             b_vec[u] = vec_load(b + u * LANES);
@@ -98,7 +116,12 @@ INLINE void product_lanes(product_epilogue EPILOGUE, int ROWS, int VECS, const p
 }
 
 /* With few lanes a register block has more rows, so that enough independent sums hide the latency of a multiply-add.
- * That of vdpbf16ps is longer. */
+ * That of vdpbf16ps is longer. With VEC_BY_LANE each row also needs a register for its words of A. */
+#ifdef VEC_BY_LANE
+#define PRODUCT_VECTOR_ROWS 8
+#else
+#define PRODUCT_VECTOR_ROWS (WORD_ELEMS > 1 ? 16 : 8)
+#endif
 INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
     int u = 0;
     for (; u + UNROLL_VECS <= p->num_vecs; u += UNROLL_VECS)
@@ -106,7 +129,7 @@ INLINE void product(product_epilogue EPILOGUE, const product_args *p) {
     if (UNROLL_VECS > 3 && p->num_vecs - u == 3) product_lanes(EPILOGUE, UNROLL_ROWS, 3, p, u * LANES);
     if (UNROLL_VECS > 2 && p->num_vecs - u == 2)
         product_lanes(EPILOGUE, UNROLL_VECS > 3 ? 8 : UNROLL_ROWS, 2, p, u * LANES);
-    if (UNROLL_VECS > 1 && p->num_vecs - u == 1) product_lanes(EPILOGUE, WORD_ELEMS > 1 ? 16 : 8, 1, p, u * LANES);
+    if (UNROLL_VECS > 1 && p->num_vecs - u == 1) product_lanes(EPILOGUE, PRODUCT_VECTOR_ROWS, 1, p, u * LANES);
 }
 
 #endif

@@ -7,6 +7,9 @@
  *
  *   UNROLL_VECS, UNROLL_ROWS   shape of the product kernel: accumulators that fit the registers, with room for operands
  *   BLOCK_Q                    query lanes of a tile, a multiple of UNROLL_VECS LANES and of 16
+ *   DECODE_SUMS                optional: vectors of sums in registers in decode, a multiple of LANES (decode_task.h)
+ *   VEC_BY_LANE                optional: products take words of A from lanes. vec_dot_lane(acc, a, LANE, b) then gives
+ *                              acc + b times one word of a, and no load is moved across vec_hold_loads
  *
  * With VEC_BF16_WORDS the words are pairs of bf16 here, too. So the tests run the kernels for such words on any
  * processor.

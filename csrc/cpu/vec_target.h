@@ -10,16 +10,24 @@
 
 #include "macros.h"
 
+#if FA_NEON
+#include <arm_neon.h>
+#endif
+
 #ifdef VEC_TARGET
 #define VEC_PRAGMA(x) _Pragma(#x)
 #if defined(__clang__)
 #define VEC_PUSH(isa) VEC_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#if FA_X86
 #include <immintrin.h>
+#endif
 VEC_PUSH(VEC_TARGET)
 #else
 #define VEC_PUSH(isa) VEC_PRAGMA(GCC target(isa))
 VEC_PUSH(VEC_TARGET)
+#if FA_X86
 #include <immintrin.h>
+#endif
 #endif
 #endif
 

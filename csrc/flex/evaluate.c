@@ -193,6 +193,9 @@ static const fa_flex_operations *operations_of(fa_isa isa) {
     if (isa >= FA_ISA_AVX512) return &fa_flex_operations_avx512;
     if (isa == FA_ISA_AVX2) return &fa_flex_operations_avx2;
 #endif
+#if FA_NEON
+    if (isa >= FA_ISA_NEON) return &fa_flex_operations_neon;
+#endif
     (void)isa;
     return &fa_flex_operations_scalar;
 }

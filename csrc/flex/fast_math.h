@@ -1,6 +1,6 @@
 /* exp, exp2, log, log2 and tanh of fp32 without branches and without calls, so that loops over them vectorise. The
  * errors are at most 2 units in the last place, of tanh 4. Infinities, NaN and zeros give what C's functions give.
- * Without VEC_TARGET the functions are those of C. */
+ * Without FAST_MATH the functions are those of C. */
 #ifndef FA_FLEX_FAST_MATH_H
 #define FA_FLEX_FAST_MATH_H
 
@@ -8,7 +8,7 @@
 
 #include "cpu/convert.h"
 
-#ifdef VEC_TARGET
+#ifdef FAST_MATH
 #define FAST_FUNCTION(name) fast_##name
 
 /* 2^n e^r for an integer n and |r| <= ln(2) / 2. `shifted` holds n in its low bits. Two factors let the result be

@@ -1,7 +1,7 @@
-/* The text of the loops for one instruction set. The file that includes this header may set VEC_TARGET (vec_target.h),
- * and names its table in OPERATIONS.
+/* The text of the loops for one instruction set. The file that includes this header may set VEC_TARGET (vec_target.h)
+ * and FAST_MATH, and names its table in OPERATIONS.
  *
- * With VEC_TARGET, exp, exp2, log, log2 and tanh of fp32 are the functions of fast_math.h, which vectorise. Otherwise
+ * With FAST_MATH, exp, exp2, log, log2 and tanh of fp32 are the functions of fast_math.h, which vectorise. Otherwise
  * all functions are those of the C library. */
 #ifndef FA_FLEX_OPERATE_H
 #define FA_FLEX_OPERATE_H

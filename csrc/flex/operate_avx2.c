@@ -3,6 +3,7 @@
 
 #if FA_X86
 #define VEC_TARGET "avx2,fma,f16c"
+#define FAST_MATH
 #define OPERATIONS fa_flex_operations_avx2
 #include "operate.h"
 

@@ -33,5 +33,8 @@ extern const fa_flex_operations fa_flex_operations_scalar;
 #if FA_X86
 extern const fa_flex_operations fa_flex_operations_avx2, fa_flex_operations_avx512;
 #endif
+#if FA_NEON
+extern const fa_flex_operations fa_flex_operations_neon;
+#endif
 
 #endif

@@ -61,7 +61,7 @@ static const char *why_not(const fa_problem *p, const fa_machine *machine, fa_is
     if (isa > machine->isa) return "the choice was lowered: FLASH_ATTN_CPU_ISA or set_cpu_isa()";
     if (p->dtype == FA_F64) return "fp64 runs on the reference only";
     if (p->dtype == FA_E4M3 && p->qv.data) return "qv of e4m3 runs on the reference only";
-    if (isa < FA_ISA_AVX512BF16 || p->dtype == FA_BF16) return "it has no kernel for this pass";
+    if (!fa_isa_is_for_bf16(isa) || p->dtype == FA_BF16) return "it has no kernel for this pass";
     if (p->dtype == FA_E4M3) return "it multiplies bf16, the tensors are e4m3";
     return p->dtype == FA_F16 ? "it multiplies bf16, the tensors are fp16" : "it multiplies bf16, the tensors are fp32";
 }
@@ -80,6 +80,7 @@ void fa_plan_cpu(const fa_problem *p, const fa_machine *machine, fa_plan *plan) 
                       .num_splits = 1,
                       .cpu = {.isa = FA_ISA_REFERENCE, .tiles_per_task = 1, .threads = machine->threads}};
     for (int isa = FA_NUM_ISAS - 1; isa > FA_ISA_REFERENCE; isa--) {
+        if (!fa_cpu_knows((fa_isa)isa)) continue;
         if (isa <= (int)machine->isa && machine->isa_legal[isa] && has_kernel(p, (fa_isa)isa)) {
             plan->cpu.isa = (fa_isa)isa;
             break;

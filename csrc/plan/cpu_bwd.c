@@ -51,7 +51,7 @@ static int choose_ranges(const fa_problem *p) {
 }
 
 void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const int word_elems = plan->cpu.isa >= FA_ISA_AVX512BF16 ? 2 : 1;
+    const int word_elems = fa_isa_is_for_bf16(plan->cpu.isa) ? 2 : 1;
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
     /* K, V, K^T, dK, dV of a block stay in the second-level cache. */

@@ -39,7 +39,7 @@ static int largest_block(const fa_problem *p) {
 }
 
 void fa_cpu_plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    const int word_elems = plan->cpu.isa >= FA_ISA_AVX512BF16 ? 2 : 1;
+    const int word_elems = fa_isa_is_for_bf16(plan->cpu.isa) ? 2 : 1;
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
     const int block_q = kernels->block_q, buffers = kernels->score_buffers;
     const int block_kv = largest_block(p);

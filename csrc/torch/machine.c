@@ -15,7 +15,8 @@ fa_machine fa_this_machine;
 static const char *all_isas(char text[128]) {
     size_t at = 0;
     for (int isa = 0; isa < FA_NUM_ISAS; isa++)
-        at += (size_t)snprintf(text + at, 128 - at, "%s%s", isa ? ", " : "", fa_isa_name((fa_isa)isa));
+        if (fa_cpu_knows((fa_isa)isa))
+            at += (size_t)snprintf(text + at, 128 - at, "%s%s", isa ? ", " : "", fa_isa_name((fa_isa)isa));
     return text;
 }
 
@@ -37,7 +38,7 @@ static PyObject *cpu_isas(PyObject *self, PyObject *unused) {
 static int best_isa_up_to(const char *name) {
     int limit = FA_NUM_ISAS - 1;
     if (name)
-        while (limit >= 0 && strcmp(name, fa_isa_name((fa_isa)limit)) != 0) limit--;
+        while (limit >= 0 && (!fa_cpu_knows((fa_isa)limit) || strcmp(name, fa_isa_name((fa_isa)limit)) != 0)) limit--;
     while (limit >= 0 && !fa_this_machine.isa_legal[limit]) limit--;
     return limit;
 }

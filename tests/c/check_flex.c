@@ -665,6 +665,8 @@ static void test_operations(void **state) {
 #if FA_X86
                                           machine.isa_legal[FA_ISA_AVX2] ? &fa_flex_operations_avx2 : NULL,
                                           machine.isa_legal[FA_ISA_AVX512] ? &fa_flex_operations_avx512 : NULL
+#elif FA_NEON
+                                          &fa_flex_operations_neon
 #endif
     };
     for (size_t n = 0; n < COUNT(tables); n++)

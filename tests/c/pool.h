@@ -14,6 +14,12 @@
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 static unsigned control_state(void) { return _mm_getcsr() & ~0x3fu; } /* all bits except the sticky exception flags */
+#elif defined(__aarch64__)
+static unsigned control_state(void) {
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return (unsigned)mode | 1u << 31; /* never 0, which means that there is no such state */
+}
 #else
 static unsigned control_state(void) { return 0; }
 #endif
@@ -59,7 +65,7 @@ static const fa_pool test_pool = {pool_parallel_for};
 /* Whether an instruction set has kernels for a dtype. If it has none, the plan takes a weaker one, which runs
  * anyway. */
 static inline bool takes_dtype(fa_isa isa, fa_dtype dtype) {
-    return dtype == FA_F64 ? isa == FA_ISA_REFERENCE : dtype == FA_BF16 || isa < FA_ISA_AVX512BF16;
+    return dtype == FA_F64 ? isa == FA_ISA_REFERENCE : dtype == FA_BF16 || !fa_isa_is_for_bf16(isa);
 }
 
 /* Whether the run reports a failure, whichever call of the pool fails. */

@@ -22,6 +22,8 @@ DEBIAN_PACKAGE = {
     "g++": "g++",
     "clang": "clang",
     "aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu",
+    "aarch64-linux-gnu-objdump": "binutils-aarch64-linux-gnu",
+    "qemu-aarch64": "qemu-user",
     "nm": "binutils",
     "objdump": "binutils",
     "make": "make",
@@ -66,6 +68,12 @@ def compile_object(compiler, path, object_file):
     """Compiles a file of the extension, with gcc to the object that is installed."""
     flags = INSTALLED_FLAGS if compiler == "gcc" else ["-fPIC"]
     run(*cached(tool(compiler)), *flags, *C_FLAGS, *python_include(), "-c", path, "-o", object_file)
+
+
+def arm_compiler(compiler):
+    """The command of a compiler for 64-bit ARM. clang uses the headers of gcc's package."""
+    gcc = tool("aarch64-linux-gnu-gcc")
+    return [gcc] if compiler == "gcc" else [tool("clang"), "--target=aarch64-linux-gnu"]
 
 
 def c_sources():
