@@ -2,34 +2,15 @@
 
 import pytest
 import torch
-from cases import Case
 from harness_cuda import check_extremes, found_plainly, no_hopper, with_extremes
-from test_cuda_fwd import verify
 
 from flash_attn import explain, flash_attn_func
 
 pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
 
-OPTIONS = (
-    {},
-    {"causal": True},
-    {"window": (300, 20)},
-    {"softcap": 5.0, "causal": True},
-    {"alibi": "h"},
-    {"layout": "heads_first"},
-)
-
 
 def randn(*shape, grad=False):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("sizes", ((64, 3000, 4, 2), (33, 1025, 8, 1), (200, 2048, 2, 2), (700, 513, 3, 3)), ids=str)
-@pytest.mark.parametrize("d", (64, 72, 96, 128, 192, 256))
-def test_results(d, sizes, options):
-    len_q, len_kv, h, h_kv = sizes
-    verify(Case(len_q, len_kv, b=1, h=h, h_kv=h_kv, d=d, dtype="bf16", **options))
 
 
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (900, 20)}), ids=str)

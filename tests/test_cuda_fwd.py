@@ -149,6 +149,25 @@ def test_what_v_holds_reaches_the_rows_that_see_it(window, d, dtype):
     check("out", out.masked_fill(hit, 0), ref.masked_fill(hit, 0), plain.masked_fill(hit, 0), scale=largest(ref))
 
 
+FEW_TILES = (
+    {},
+    {"causal": True},
+    {"window": (300, 20)},
+    {"softcap": 5.0, "causal": True},
+    {"alibi": "h"},
+    {"layout": "heads_first"},
+)
+
+
+@pytest.mark.parametrize("options", FEW_TILES, ids=str)
+@pytest.mark.parametrize("sizes", ((64, 3000, 4, 2), (33, 1025, 8, 1), (200, 2048, 2, 2), (700, 513, 3, 3)), ids=str)
+@pytest.mark.parametrize("d", (64, 72, 96, 128, 192, 256))
+def test_few_work_tiles(d, sizes, options):
+    """The keys count as a cache: heads share tiles, and keys are cut into parts (test_cuda_few_tiles.py)."""
+    len_q, len_kv, h, h_kv = sizes
+    verify(Case(len_q, len_kv, b=1, h=h, h_kv=h_kv, d=d, dtype="bf16", **options))
+
+
 SEEN = [{}, {"causal": True}, {"window": (90, 20)}, {"softcap": 30.0}]
 
 
