@@ -6,8 +6,10 @@ import threading
 import flash_attn_2_cuda
 import torch
 
-# Multiprocessors of the largest GPU of each compute capability. No choice of a kernel depends on their number.
+# Multiprocessors of the largest GPU of each compute capability. Kernels over caches, and of few queries on Hopper, depend
+# on their number. WIDTHS has those of Hopper's products: H100 SXM and H200, H100 PCIe, H20.
 SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188, 121: 48}
+WIDTHS = {90: (132, 114, 78)}
 
 
 class _State(threading.local):
@@ -20,16 +22,16 @@ NOTED, COMPILED, PENDING = range(3)  # what becomes of kernels that the disk cac
 
 
 @contextlib.contextmanager
-def imagined_gpu(capability, absent):
+def imagined_gpu(capability, absent, sms=None):
     """This thread's calls, of tensors on the CPU too, are those of a GPU of this compute capability, 90 for 9.0.
 
-    Their kernels are noted, compiled into the disk cache, or left to compile_pending_kernel(). Backwards run in this
-    thread.
+    It has sms multiprocessors, or those of the largest such GPU. The kernels of the calls are noted, compiled into the
+    disk cache, or left to compile_pending_kernel(). Backwards run in this thread.
     """
     if _state.is_on:
         raise RuntimeError("prebuild_call() must not call itself")
     _state.is_on = True
-    flash_attn_2_cuda.imagine_gpu(capability, SMS[capability], absent)
+    flash_attn_2_cuda.imagine_gpu(capability, sms or SMS[capability], absent)
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield

@@ -7,7 +7,7 @@ from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 
-from flash_attn._imagined import COMPILED, NOTED, imagined_gpu, stand_in
+from flash_attn._imagined import COMPILED, NOTED, SMS, WIDTHS, imagined_gpu, stand_in
 from flash_attn._ops import flash_attn_2_cuda
 from flash_attn._variants import choose, numbers_of
 
@@ -149,7 +149,8 @@ def prebuild_call(
         flash_attn.prebuild_call(flex_attention, query, key, value, score_mod, block_mask, archs=["sm_90a"])
 
     The call is checked and planned as on a GPU of each architecture, mods are traced, and every kernel is compiled that
-    the call would load there. If a result requires grad, so are the kernels of the backward. Nothing is computed.
+    the call would load there. If a result requires grad, so are the kernels of the backward. Nothing is computed. Few
+    queries may take other tiles on GPUs with fewer multiprocessors. So Hopper's plans are those for 132, 114 and 78.
 
     Args:
         function: an attention function of this package, ``create_block_mask``, or a function that calls them, perhaps
@@ -174,12 +175,14 @@ def prebuild_call(
     numbers = numbers_of(archs)
     device = next((x.device for x in _tensors_of((args, kwargs)) if not x.is_meta), torch.device("cpu"))
     args, kwargs = _without_meta((args, kwargs), device)
-    kernels = []
+    kernels = {}
     for number in numbers:
-        with imagined_gpu(number, COMPILED if compiles else NOTED), _backwards_may_repeat():
-            _run_backward(function(*args, **kwargs))
-            found = flash_attn_2_cuda.asked_kernels()
-        kernels += [Kernel(name, arch, f"{key:016x}", *rest) for name, arch, key, *rest in found]
+        for sms in WIDTHS.get(number, (SMS[number],)):
+            with imagined_gpu(number, COMPILED if compiles else NOTED, sms), _backwards_may_repeat():
+                _run_backward(function(*args, **kwargs))
+                found = flash_attn_2_cuda.asked_kernels()
+            for name, arch, key, *rest in found:
+                kernels.setdefault((name, arch, key), Kernel(name, arch, f"{key:016x}", *rest))
     if not kernels:
         raise TypeError(f"prebuild_call: {getattr(function, '__name__', function)!r} asks for no kernel of a GPU")
-    return kernels
+    return list(kernels.values())

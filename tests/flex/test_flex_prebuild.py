@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flash_attn
-from flash_attn import _extended, _extended_directly, _imagined
+from flash_attn import _extended, _extended_directly, _imagined, _prebuild
 from flash_attn.flex import calls
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -355,6 +355,7 @@ def test_the_short_way_has_the_programs_that_were_prebuilt(monkeypatch, name, is
             return flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, LENGTH, LENGTH, **options)
         return flash_attn.flash_attn_func(q, q, q, **options)
 
+    monkeypatch.setattr(_prebuild, "WIDTHS", {})  # so the long way is gone once
     monkeypatch.setattr(calls, "forward", long(calls.forward))
     kernels_of(step)
     monkeypatch.setattr(_extended_directly, "_device_type", lambda q: "cuda")
@@ -429,16 +430,16 @@ def test_the_derivative_has_the_wanted_gradients():
     assert without[0] == kernels[0] and without[-2:] != kernels[-2:]
 
 
-def test_the_number_of_multiprocessors_does_not_matter(monkeypatch):
-    found = []
-    for sms in (1, 132, 1000):
-        monkeypatch.setitem(_imagined.SMS, 90, sms)
-        found.append([
-            *kernels_of(flex_attention, *qkv(length=5000), alibi, lists(documents, 5000)),
-            *kernels_of(flex_attention, *qkv(length=5000), None, lists(causal, 5000)),
-            *kernels_of(flex_attention, *qkv(length=1, grad=False)[:1], *qkv(length=5000, grad=False)[1:]),
-        ])  # fmt: skip
-    assert found[0] == found[1] == found[2]
+def test_every_number_of_multiprocessors_has_its_kernels(monkeypatch):
+    calls = [(flex_attention, *qkv(length=5000), alibi, lists(documents, 5000)),
+             (flex_attention, *qkv(length=1, grad=False)[:1], *qkv(length=5000, grad=False)[1:])]  # fmt: skip
+    calls += [(flex_attention, *qkv(length=n), None, lists(causal, n)) for n in (1000, 2000, 3500, 4000)]
+    found = [kernels_of(*call) for call in calls]
+    for sms in (132, 114, 78):
+        monkeypatch.setattr(_prebuild, "WIDTHS", {90: (sms,)})
+        alone = [kernels_of(*call) for call in calls]
+        assert all(set(x) <= set(y) for x, y in zip(alone, found))
+    assert found[:2] == alone[:2] and found[2:] != alone[2:]
 
 
 def test_it_is_the_kernel_of_the_plan():
