@@ -6,8 +6,8 @@ import threading
 import flash_attn_2_cuda
 import torch
 
-# Multiprocessors of the largest GPU of each compute capability. Kernels over caches, and of few queries on Hopper, depend
-# on their number. WIDTHS has those of Hopper's products: H100 SXM and H200, H100 PCIe, H20.
+# Multiprocessors of the largest GPU of each compute capability. Kernels over caches, and of few queries on Hopper,
+# depend on their number. WIDTHS has those of Hopper's products: H100 SXM and H200, H100 PCIe, H20.
 SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 160, 120: 188, 121: 48}
 WIDTHS = {90: (132, 114, 78)}
 

@@ -4,6 +4,7 @@
 #define FA_CPU_DECODE_PATCHES_H
 
 #include "decode_task.h"
+#include "vec_load_first.h"
 
 INLINE vec load_words(const void *p, fa_dtype DTYPE) { return WORD_ELEMS == 2 ? vec_load(p) : load_elems(p, DTYPE); }
 INLINE vec load_words_first(const void *p, int64_t n, fa_dtype DTYPE) {

@@ -107,22 +107,6 @@ INLINE vec vec_load_e4m3(const void *p) {
     const __m128i half = _mm_or_si128(_mm_and_si128(moved, _mm_set1_epi16(-0x4001)), is_nan);
     return _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
 }
-INLINE vec vec_load_e4m3_first(const void *p, int64_t n) {
-    uint8_t byte[LANES] = {0};
-    memcpy(byte, p, (size_t)n);
-    return vec_load_e4m3(byte);
-}
-
-INLINE vec vec_load_f16_first(const void *p, int64_t n) {
-    uint16_t half[LANES] = {0};
-    memcpy(half, p, (size_t)n * sizeof *half);
-    return vec_load_f16(half);
-}
-INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
-    uint16_t half[LANES] = {0};
-    memcpy(half, p, (size_t)n * sizeof *half);
-    return vec_load_bf16(half);
-}
 
 /* A tree of additions. Every round adds two halves and puts two vectors into one. */
 INLINE vec vec_sums(const vec a[LANES]) {

@@ -168,6 +168,7 @@ INLINE vec vec_load_e4m3_first(const void *p, int64_t n) {
 }
 #endif
 
+#define VEC_LOADS_FIRST /* vec_load_first.h has these functions for the others. */
 INLINE vec vec_load_f16_first(const void *p, int64_t n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p));
 }

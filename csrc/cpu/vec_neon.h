@@ -201,23 +201,7 @@ INLINE vec vec_load_e4m3(const void *p) {
     const uint16x4_t half = vorr_u16(vand_u16(moved, vdup_n_u16(0xbfff)), is_nan);
     return vec_mul(vcvt_f32_f16(vreinterpret_f16_u16(half)), vec_set(256.0f));
 }
-INLINE vec vec_load_e4m3_first(const void *p, int64_t n) {
-    uint8_t byte[LANES] = {0};
-    memcpy(byte, p, (size_t)n);
-    return vec_load_e4m3(byte);
-}
 #endif
-
-INLINE vec vec_load_f16_first(const void *p, int64_t n) {
-    uint16_t half[LANES] = {0};
-    memcpy(half, p, (size_t)n * sizeof *half);
-    return vec_load_f16(half);
-}
-INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
-    uint16_t half[LANES] = {0};
-    memcpy(half, p, (size_t)n * sizeof *half);
-    return vec_load_bf16(half);
-}
 
 INLINE vec vec_sums(const vec a[LANES]) { return vpaddq_f32(vpaddq_f32(a[0], a[1]), vpaddq_f32(a[2], a[3])); }
 

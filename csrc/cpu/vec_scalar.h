@@ -284,24 +284,7 @@ INLINE vec vec_load_e4m3(const void *p) {
     EACH_LANE OF(r) = FLOATS((OF(rest) & ~OF(is_small)) | (BITS(small) & OF(is_small)) | OF(sign));
     return r;
 }
-INLINE vec vec_load_e4m3_first(const void *p, int64_t n) {
-    uint8_t byte[LANES] = {0};
-    memcpy(byte, p, (size_t)n);
-    return vec_load_e4m3(byte);
-}
 #endif
-
-/* vec_load_first for the other types */
-INLINE vec vec_load_f16_first(const void *p, int64_t n) {
-    uint16_t half[LANES] = {0};
-    memcpy(half, p, (size_t)n * sizeof *half);
-    return vec_load_f16(half);
-}
-INLINE vec vec_load_bf16_first(const void *p, int64_t n) {
-    uint16_t half[LANES] = {0};
-    memcpy(half, p, (size_t)n * sizeof *half);
-    return vec_load_bf16(half);
-}
 
 /* Lane i of the result is the sum of the lanes of a[i]. */
 INLINE vec vec_sums(const vec a[LANES]) {

@@ -24,6 +24,7 @@ int main(void) {
 }
 
 #include VERBS
+#include "cpu/vec_load_first.h"
 
 #define NUM_HOSTILE 14
 static const uint32_t hostile[NUM_HOSTILE] = {
