@@ -154,7 +154,8 @@ static bool has_few_tiles(const fa_problem *p, int sms) {
            !p->flex && p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
 }
 
-/* Returns the cost of a sequence with this row's tiles, or the time of a call over a cache or of few tiles. A tile is
+/* Returns the cost of a sequence with this row's tiles, or the time of a call over a cache or of few tiles, whose cut
+ * goes to *tiles. A tile is
  * computed as a whole. So is a step over keys, which matters with few keys. Short sequences wait for memory rather than
  * for products.
  * They wait longest if a step needs more keys. An H100 with 64 sequences, 16 heads and head_dim 64 takes, for rows and
@@ -165,11 +166,13 @@ static bool has_few_tiles(const fa_problem *p, int sms) {
  *   4 sequences of 4096 queries: 77 keys 74.7 and 58.7 us, 128 keys 73.0 and 58.5, 256 keys 82.0 and 89.3;
  *   80 sequences of length 200:  109.2 and 113.6 us.
  * Rows that begin amid sectors of 32 bytes are loaded slowly. With long sequences loads then bind tiles of 128 rows. */
-static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms) {
+static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms, cache_tiles *tiles) {
     enum { FEW_KEYS = 128, SHORT = 256 * 64, LONG = 512, IN_SECTORS = 16 }; /* SHORT: elements of a head's keys */
-    if (fa_reads_cache(p)) return tiles_of_cache(p, t, sms).us;
+    const bool has_few = has_few_tiles(p, sms);
+    *tiles = fa_reads_cache(p) || has_few ? tiles_of_cache(p, t, sms) : (cache_tiles){1, 1, HUGE_VAL};
+    if (fa_reads_cache(p)) return tiles->us;
     const bool is_slow = (p->d % IN_SECTORS || p->d_v % IN_SECTORS) && p->len_kv > LONG && t->wgs < 3;
-    if (has_few_tiles(p, sms)) return tiles_of_cache(p, t, sms).us * (is_slow ? 1.3 : 1);
+    if (has_few) return tiles->us * (is_slow ? 1.3 : 1);
     const int64_t keys = p->len_kv < FEW_KEYS ? round_up(p->len_kv, t->block_kv) : FEW_KEYS;
     const int64_t rows = round_up(p->len_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
     const double cost = (double)(rows * keys * t->cost) * (is_slow ? 1.3 : 1);
@@ -237,57 +240,77 @@ static unsigned features_of(const fa_problem *p) {
     return fa_cuda_features(p) | of_cache | (fa_has_mods(p) ? FA_FLEX : 0u);
 }
 
-/* Returns the row that costs least, or -1. The first row that serves the call says how many chunks of columns it needs.
- * Rows of as many chunks are compared. The plan, if there is one, takes down why rows are ruled out. */
-static int choose_row(const fa_problem *p, unsigned features, int sms, fa_plan *plan) {
+/* A row of the table, or -1, and how its work tiles are cut over a cache or where they are few. */
+typedef struct {
+    int row;
+    cache_tiles tiles;
+} choice;
+
+/* Returns the row that costs least. The first row that serves the call says how many chunks of columns it needs. Rows
+ * of as many chunks are compared. `known`: the choice, if it was made before. The plan, if there is one, takes down why
+ * rows are ruled out. */
+static choice choose_row(const fa_problem *p, unsigned features, int sms, const choice *known, fa_plan *plan) {
     const fa_family *family = &fa_families[FA_FWD_SM90];
-    int row = 0;
-    for (const char *why; row < family->num_rows && (why = why_not_row(p, row, features)); row++)
-        if (plan) fa_rule_out(plan, family->rows[row].name, why);
-    if (row == family->num_rows) return -1;
-    double least = -1; /* the cost of the row, once it is known */
-    for (int later = row + 1; later < family->num_rows; later++) {
-        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row), *other = fa_fwd_sm90_row(later);
-        if (ceil_div(other->d, CHUNK) != ceil_div(t->d, CHUNK) ||
-            ceil_div(other->d_v, CHUNK) != ceil_div(t->d_v, CHUNK))
+    choice best = {0};
+    for (const char *why; best.row < family->num_rows && (why = why_not_row(p, best.row, features)); best.row++)
+        if (plan) fa_rule_out(plan, family->rows[best.row].name, why);
+    if (best.row == family->num_rows) return (choice){.row = -1};
+    const fa_fwd_sm90_columns *first = fa_fwd_sm90_row(best.row);
+    double least = known ? 0 : cost_of(p, first, sms, &best.tiles);
+    for (int row = best.row + 1; row < family->num_rows; row++) {
+        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
+        if (ceil_div(t->d, CHUNK) != ceil_div(first->d, CHUNK) ||
+            ceil_div(t->d_v, CHUNK) != ceil_div(first->d_v, CHUNK))
             continue;
-        if (why_not_row(p, later, features)) continue;
-        if (!(features & FA_FLEX) && !family->chooses(later, features)) continue; /* as the lists of kernels say */
-        if (least < 0) least = cost_of(p, t, sms);
-        const double cost = cost_of(p, other, sms);
+        if (why_not_row(p, row, features)) continue;
+        if (!(features & FA_FLEX) && !family->chooses(row, features)) continue; /* as the lists of kernels say */
+        choice other = {.row = row};
+        const double cost = known ? row != known->row : cost_of(p, t, sms, &other.tiles);
+        const bool is_better = known ? row == known->row : cost < least;
         if (plan)
-            fa_rule_out(plan, family->rows[cost < least ? row : later].name,
+            fa_rule_out(plan, family->rows[is_better ? best.row : row].name,
                         "its tiles cost more for these lengths and head dimensions");
-        if (cost < least) row = later, least = cost;
+        if (is_better) best = other, least = cost;
     }
-    return row;
+    return known ? *known : best;
 }
 
-/* Microseconds with the row that costs least. */
-static double us_with_row(const fa_problem *p, int sms) {
-    const int row = choose_row(p, features_of(p), sms, NULL);
-    return row < 0 ? HUGE_VAL : tiles_of_cache(p, fa_fwd_sm90_row(row), sms).us;
+/* Microseconds of the call with the chosen row. */
+static double us_of_choice(const fa_problem *p, choice x, int sms) {
+    if (x.row < 0) return HUGE_VAL;
+    return x.tiles.us < HUGE_VAL ? x.tiles.us : tiles_of_cache(p, fa_fwd_sm90_row(x.row), sms).us;
 }
 
 /* Few queries over many keys leave rows of a work tile empty, and SMs without a work tile. If it is faster, the keys of
  * a dense call count as a cache: heads share work tiles, and keys are cut into parts. Returns the problem to plan, p or
- * *changed. NOTE: most calls must leave early, because the host plans each call. */
-static const fa_problem *as_planned(const fa_problem *p, int sms, fa_problem *changed) {
+ * *changed, and its row where that was chosen on the way (else -1). NOTE: most calls must leave early, because the host
+ * plans each call. */
+static const fa_problem *as_planned(const fa_problem *p, int sms, fa_problem *changed, choice *made) {
+    made->row = -1;
     if (fa_reads_cache(p) || !has_few_tiles(p, sms) || p->dropout_p > 0 || p->wants_s_dmask || p->pass != FA_FWD)
         return p;
     *changed = *p;
     changed->is_whole_cache = true;
-    return us_with_row(changed, sms) < 0.95 * us_with_row(p, sms) && !fa_why_not_cache_of_sm90(changed) ? changed : p;
+    *made = choose_row(p, features_of(p), sms, NULL, NULL);
+    const choice other = choose_row(changed, features_of(changed), sms, NULL, NULL);
+    if (us_of_choice(changed, other, sms) >= 0.95 * us_of_choice(p, *made, sms) || fa_why_not_cache_of_sm90(changed))
+        return p;
+    *made = other;
+    return changed;
 }
 
-double fa_us_of_fwd_sm90(const fa_problem *p, int sms) {
+double fa_us_of_fwd_sm90(const fa_problem *problem, int sms) {
     fa_problem changed;
-    return us_with_row(as_planned(p, sms, &changed), sms);
+    choice made;
+    const fa_problem *p = as_planned(problem, sms, &changed, &made);
+    if (made.row < 0) made = choose_row(p, features_of(p), sms, NULL, NULL);
+    return us_of_choice(p, made, sms);
 }
 
 /* ---- the plan -------------------------------------------------------------------------------------------------- */
 
-static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
+/* `known`: the row, if it was chosen before. */
+static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, const choice *known, fa_plan *plan) {
     enum { WIDEST = 256, MOST_WALKS_BYTES = 256 << 20 };
     const bool reads_cache = fa_reads_cache(p);
     const unsigned features = features_of(p);
@@ -315,7 +338,8 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_p
     NEEDS(fa_counts_in_32_bits(p, packed) && p->b * p->h * (p->len_q / 64 + 1) < INT32_MAX,
           "the problem has more rows than 2^30, or more tiles than 2^31");
 
-    const int row = choose_row(p, features, machine->gpu_sms, plan);
+    const choice found = choose_row(p, features, machine->gpu_sms, known, plan);
+    const int row = found.row;
     NEEDS(row >= 0, "it has no tile for these head dimensions");
     plan->gpu.family = FA_FWD_SM90;
     plan->gpu.row = row;
@@ -325,9 +349,8 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_p
     plan->block_kv = fa_fwd_sm90_row(row)->block_kv;
     plan->gpu.tile_heads = 1;
     if (reads_cache) {
-        const cache_tiles tiles = tiles_of_cache(p, fa_fwd_sm90_row(row), machine->gpu_sms);
-        plan->gpu.tile_heads = tiles.heads, plan->num_splits = tiles.parts;
-        if (tiles.parts > 1) plan->workspace_bytes = fa_key_parts_at(p) + fa_key_parts_bytes(p, tiles.parts);
+        plan->gpu.tile_heads = found.tiles.heads, plan->num_splits = found.tiles.parts;
+        if (plan->num_splits > 1) plan->workspace_bytes = fa_key_parts_at(p) + fa_key_parts_bytes(p, plan->num_splits);
     }
     if (features & FA_FLEX) {
         NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
@@ -341,10 +364,11 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, fa_p
 
 const char *fa_plan_fwd_sm90(const fa_problem *problem, const fa_machine *machine, fa_plan *plan) {
     fa_problem changed;
-    const fa_problem *p = as_planned(problem, machine->gpu_sms, &changed);
-    if (!fa_gathers(p, machine)) return plan_fwd(p, machine, plan);
+    choice made;
+    const fa_problem *p = as_planned(problem, machine->gpu_sms, &changed, &made);
+    if (!fa_gathers(p, machine)) return plan_fwd(p, machine, made.row < 0 ? NULL : &made, plan);
     const fa_problem gathered = fa_gathered(p, NULL);
-    const char *why = plan_fwd(&gathered, machine, plan);
+    const char *why = plan_fwd(&gathered, machine, NULL, plan);
     if (why) return why;
     plan->gpu.gathers = true;
     plan->workspace_bytes = (plan->workspace_bytes + 255) / 256 * 256 + fa_gather_bytes(p);
