@@ -2,12 +2,16 @@
  *
  *   lse = log(sum_i exp(lse_i)),   out = sum_i exp(lse_i - lse) out_i
  *
- * A part with an infinite lse_i counts for nothing, whatever its out_i holds. One warp takes one row of one head. First
- * each lane takes every 32nd part, and the weights go to shared memory. Then each lane takes every 32nd group of
- * columns.
+ * A part with an infinite lse_i counts for nothing, whatever its out_i holds. One thread takes four columns of one row
+ * of one head, or one column where four are not aligned. It reads the lse of eight parts, then the columns of these
+ * parts, and adds them up relative to the largest lse so far, as attention itself does. Threads share nothing, so a
+ * row of up to eight parts waits for memory twice.
+ *
+ * What binds is latency: 3 us for few rows, most of it the launch and loading cold machine code.
  *
  * Specification: ../cpu/combine.c. */
 #include "combine_params.h"
+#include "division.cuh"
 #include "ptx_launch.cuh"
 #include "ptx_sm80.cuh"
 #include "sinks.cuh"
@@ -20,100 +24,99 @@
 #define KERNEL combine
 #endif
 
-constexpr unsigned WHOLE_WARP = 0xffffffffu;
+constexpr int AT_ONCE = 8; /* parts */
 
-/* Fills the weights of all parts and returns the row's lse. A part that sees no key has weight -1. The whole warp calls
- * this function. */
-DEVICE float weigh(const fa_combine_params &p, const float *lse, float *weights) {
-    const int lane = threadIdx.x % 32;
-    const float inf = __int_as_float(0x7f800000);
-    float max = -inf, sum = 0;
-    for (int i = lane; i < p.num_parts; i += 32) {
-        const float part = lse[i * p.lse_stride_part];
-        if (part < inf) max = fmaxf(max, part);
+/* Where a thread works. */
+struct place {
+    long long row, b_idx;
+    int head, col;
+};
+
+/* 32 bits where they are enough, because a division of 64 bits takes 100 instructions. */
+DEVICE place place_of(const fa_combine_params &p, int width) {
+    const long long task = (long long)blockIdx.x * FA_COMBINE_THREADS + threadIdx.x;
+    if (__builtin_expect(p.num_tasks >> 31, 0)) {
+        const long long row = task / p.groups, of_heads = row / p.len;
+        return {row - of_heads * p.len, of_heads / p.h, (int)(of_heads % p.h), (int)(task - row * p.groups) * width};
     }
-    for (int step = 16; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(WHOLE_WARP, max, step));
-    for (int i = lane; i < p.num_parts; i += 32) {
-        const float part = lse[i * p.lse_stride_part];
-        const float weight = fabsf(part) == inf ? -1 : expf(part - max);
-        weights[i] = weight, sum += weight < 0 ? 0 : weight;
-    }
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(WHOLE_WARP, sum, step);
-    const float scale = sum == 0 ? 0 : 1 / sum;
-    for (int i = lane; i < p.num_parts; i += 32)
-        if (weights[i] > 0) weights[i] *= scale;
-    __syncwarp();
-    return sum == 0 ? -inf : max + logf(sum);
+    const int row = divide((int)task, p.by_groups), of_heads = divide(row, p.by_len), b_idx = divide(of_heads, p.by_h);
+    return {row - of_heads * (int)p.len, b_idx, of_heads - b_idx * p.h, ((int)task - row * p.groups) * width};
 }
 
-/* Writes the columns of a row. Each lane takes WIDTH columns at a time, and a part's loads do not wait for those of the
- * part before. A part that sees no key is not read. A weight of 0 may be an underflow: NaN in the part counts. */
-template <int WIDTH>
-DEVICE void write_row(const fa_combine_params &p, const float *from, element *to, const float *weights, float share) {
-    constexpr int AT_ONCE = 8;
+/* exp(x) for x <= 0 and NaN, in few instructions and without branches. Results below 2^-126 are 0. */
+DEVICE float exp_of(float x) {
+    constexpr float LOG2_OF_E = 1.44269504088896341f, LOG_OF_2 = 0.693147180559945309f;
+    if (x < -200) x = -200;
+    const float exponent = __fmul_rn(x, LOG2_OF_E), rest = fmaf(x, LOG2_OF_E, -exponent), power = ex2(exponent);
+    return fmaf(power, rest * LOG_OF_2, power);
+}
+
+/* Combines WIDTH columns of a row. */
+template <int WIDTH> DEVICE void combine(const fa_combine_params &p) {
+    const float INF = __int_as_float(0x7f800000);
     struct alignas(WIDTH * sizeof(float)) group {
         float x[WIDTH];
     };
     struct alignas(WIDTH * sizeof(element)) rounded {
         element x[WIDTH];
     };
-    for (long long col = threadIdx.x % 32 * WIDTH; col < p.d; col += 32 * WIDTH) {
-        float sum[WIDTH] = {};
-        for (int first = 0; first < p.num_parts; first += AT_ONCE) {
-            group part[AT_ONCE];
-            float weight[AT_ONCE];
+    const place at = place_of(p, WIDTH);
+    const float *lse = p.lse_partial + at.b_idx * p.lse_stride_b + at.head * p.lse_stride_h + at.row;
+    const float *from = p.out_partial + at.b_idx * p.stride_b + at.row * p.stride_row + at.head * p.stride_h + at.col;
+    float max = -INF, sum = 0, out[WIDTH] = {};
+    for (int first = 0; first < p.num_parts; first += AT_ONCE) {
+        float part_lse[AT_ONCE];
+        group part[AT_ONCE];
+        const float before = max;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                weight[i] = first + i < p.num_parts ? weights[first + i] : -1;
-                part[i] = group{};
-                if (!(weight[i] < 0)) part[i] = *(const group *)(from + (first + i) * p.stride_part + col);
-            }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-                for (int e = 0; e < WIDTH; e++) sum[e] = fmaf(weight[i], part[i].x[e], sum[e]);
+        for (int i = 0; i < AT_ONCE; i++) {
+            part_lse[i] = first + i < p.num_parts ? *lse : -INF;
+            lse += p.lse_stride_part;
         }
-        rounded out;
 #pragma unroll
-        for (int e = 0; e < WIDTH; e++) out.x[e] = cvt<element>(sum[e] * share);
-        *(rounded *)(to + col) = out;
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (part_lse[i] == INF) part_lse[i] = -INF;
+            max = fmaxf(max, part_lse[i]);
+            part[i] = group{};
+            if (part_lse[i] != -INF) part[i] = *(const group *)from;
+            from += p.stride_part;
+        }
+        const float base = max == -INF ? 0 : max;
+        float weight[AT_ONCE];
+        const float kept = sum * exp_of(before - base);
+        sum = kept;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) sum += weight[i] = exp_of(part_lse[i] - base);
+        /* The weights add up to 1, so that values near the largest float do not overflow. A weight of 0 may be an
+         * underflow: NaN in the part counts. */
+        const float scale = sum == 0 ? 0 : __fdividef(1, sum);
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++) out[e] *= kept * scale;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int e = 0; e < WIDTH; e++) out[e] = fmaf(weight[i] * scale, part[i].x[e], out[e]);
     }
+    row_with_sink x = {sum == 0 ? -INF : max + logf(sum), 1};
+    if (p.sinks.values.data)
+        x = add_sink(x.lse, sink_of_row(p.sinks.values, p.sinks.shift, at.b_idx, at.head, at.row));
+    else if (sum == 0)
+        x.lse = p.empty_lse;
+    rounded to;
+#pragma unroll
+    for (int e = 0; e < WIDTH; e++) to.x[e] = cvt<element>(out[e] * x.share);
+    *(rounded *)((element *)p.out + at.b_idx * p.out_stride_b + at.row * p.out_stride_row + at.head * p.out_stride_h +
+                 at.col) = to;
+    if (at.col == 0) p.lse[at.b_idx * p.lse_stride_to_b + at.head * p.lse_stride_to_h + at.row] = x.lse;
 }
 
-/* The place of a row: its number in its sequence, head and batch. */
-struct row_place {
-    long long row, b_idx;
-    int head;
-};
-template <class number> DEVICE row_place place_of(const fa_combine_params &p, number task) {
-    const number len = (number)p.len, h = (number)p.h, of_heads = task / len;
-    return {(long long)(task - of_heads * len), (long long)(of_heads / h), (int)(of_heads % h)};
-}
-
-extern "C" __global__ void __launch_bounds__(32 * FA_COMBINE_WARPS) KERNEL(const fa_combine_params p) {
-    extern __shared__ __align__(16) char memory[];
-    float *weights = (float *)memory + FA_COMBINE_MAX_PARTS * (threadIdx.x / 32);
+extern "C" __global__ void __launch_bounds__(FA_COMBINE_THREADS, 2) KERNEL(const fa_combine_params p) {
 #if __CUDA_ARCH__ >= 900
     griddepcontrol_wait(); /* for the kernel that computes the parts */
 #endif
-    for (long long task = (long long)blockIdx.x * FA_COMBINE_WARPS + threadIdx.x / 32; task < p.num_rows;
-         task += (long long)gridDim.x * FA_COMBINE_WARPS) {
-        /* A division of 64 bits takes 100 instructions. */
-        const row_place at = p.num_rows >> 32 ? place_of(p, (unsigned long long)task) : place_of(p, (unsigned)task);
-        const float *lse = p.lse_partial + at.b_idx * p.lse_stride_b + at.head * p.lse_stride_h + at.row;
-        row_with_sink x = {weigh(p, lse, weights), 1};
-        if (p.sinks.values.data)
-            x = add_sink(x.lse, sink_of_row(p.sinks.values, p.sinks.shift, at.b_idx, at.head, at.row));
-        else if (x.lse == -__int_as_float(0x7f800000))
-            x.lse = p.empty_lse;
-        const float *from = p.out_partial + at.b_idx * p.stride_b + at.row * p.stride_row + at.head * p.stride_h;
-        element *to =
-            (element *)p.out + at.b_idx * p.out_stride_b + at.row * p.out_stride_row + at.head * p.out_stride_h;
-        if (p.takes_four)
-            write_row<4>(p, from, to, weights, x.share);
-        else
-            write_row<1>(p, from, to, weights, x.share);
-        if (threadIdx.x % 32 == 0) p.lse[at.b_idx * p.lse_stride_to_b + at.head * p.lse_stride_to_h + at.row] = x.lse;
-        __syncwarp(); /* the next row's weights replace these */
-    }
+    if ((long long)blockIdx.x * FA_COMBINE_THREADS + threadIdx.x >= p.num_tasks) return;
+    if (p.takes_four)
+        combine<4>(p);
+    else
+        combine<1>(p);
 }

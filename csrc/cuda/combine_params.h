@@ -3,9 +3,10 @@
 #ifndef FA_COMBINE_PARAMS_H
 #define FA_COMBINE_PARAMS_H
 
+#include "division.h"
 #include "sinks_params.h"
 
-enum { FA_COMBINE_WARPS = 4, FA_COMBINE_MAX_PARTS = 256, FA_COMBINE_SHARED_BYTES = 4 * 4 * 256 };
+enum { FA_COMBINE_THREADS = 256 };
 
 typedef struct {
     const float *out_partial; /* [part, b, row, h, d] */
@@ -18,8 +19,10 @@ typedef struct {
     long long lse_stride_to_b, lse_stride_to_h;
     float empty_lse;
     int num_parts, h;
-    int takes_four;             /* Four columns at a time are aligned in all rows of out_partial and of out. */
-    long long len, d, num_rows; /* num_rows: of all sequences and heads */
+    int takes_four;                      /* Four columns at a time are aligned in all rows of out_partial and of out. */
+    int groups;                          /* of columns, in a row */
+    long long len, num_tasks;            /* A task is a group of columns of one row of one head. */
+    fa_division by_groups, by_len, by_h; /* for fewer than 2^31 tasks */
     fa_cuda_sinks sinks;
 } fa_combine_params;
 

@@ -3,7 +3,7 @@
 #define FA_DIVISION_CUH
 
 #include "division.h"
-#include "element.cuh"
+#include "ptx_sm80.cuh"
 
 DEVICE int divide(int x, fa_division by) { return (int)((u64)(u32)x * by.magic >> by.shift); }
 

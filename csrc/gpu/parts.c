@@ -2,6 +2,7 @@
 #include "parts.h"
 
 #include "cuda/combine_params.h"
+#include "division.h"
 #include "launch.h"
 #include "sinks.h"
 
@@ -14,6 +15,8 @@ static bool takes_four(const fa_combination *c) {
 }
 
 fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination *c, fa_error *err) {
+    const bool four = takes_four(c);
+    const int64_t groups = four ? c->d / 4 : c->d;
     const fa_combine_params a = {
         .out_partial = c->out_partial,
         .stride_part = c->stride_part,
@@ -32,18 +35,20 @@ fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination 
         .lse_stride_to_b = c->lse.stride_b,
         .lse_stride_to_h = c->lse.stride_h,
         .empty_lse = c->empty_lse,
-        .takes_four = takes_four(c),
+        .takes_four = four,
+        .groups = (int)groups,
         .num_parts = (int)c->num_parts,
         .h = (int)c->h,
         .len = c->len,
-        .d = c->d,
-        .num_rows = c->b * c->h * c->len,
+        .num_tasks = c->b * c->h * c->len * groups,
+        .by_groups = fa_division_by(groups > 0 ? (unsigned)groups : 1),
+        .by_len = fa_division_by(c->len > 0 ? (unsigned)c->len : 1),
+        .by_h = fa_division_by(c->h > 0 ? (unsigned)c->h : 1),
         .sinks = {fa_cuda_read_sinks(&c->sinks), fa_cuda_read_sink_rows(&c->sink_shift)},
     };
     const fa_variant variant = {FA_COMBINE, 0, fa_dtype_feature(c->dtype), call->gpu->capability, 0, NULL};
-    const int64_t ctas = (a.num_rows + FA_COMBINE_WARPS - 1) / FA_COMBINE_WARPS;
-    const unsigned grid = ctas < INT32_MAX ? (unsigned)ctas : INT32_MAX;
-    const fa_launch launch = {grid, 1, 1, .threads = 32 * FA_COMBINE_WARPS, .waits_itself = variant.arch >= 90};
+    const int64_t ctas = (a.num_tasks + FA_COMBINE_THREADS - 1) / FA_COMBINE_THREADS; /* < 2^31: out fits in memory */
+    const fa_launch launch = {(unsigned)ctas, 1, 1, .threads = FA_COMBINE_THREADS, .waits_itself = variant.arch >= 90};
     return fa_cuda_launch(call, variant, launch, &a, err);
 }
 

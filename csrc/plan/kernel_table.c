@@ -3,7 +3,6 @@
 
 #include "cuda/attn_decode_params.h"
 #include "cuda/attn_fwd_params.h"
-#include "cuda/combine_params.h"
 #include "cuda/cuda_flex.h"
 #include "cuda/quantize_params.h"
 
@@ -247,7 +246,7 @@ static const fa_row sinks_rows[] = {{.name = "sinks"}};
 static const fa_row sinks_grad_rows[] = {{.name = "sinks_grad"}};
 static const fa_row bias_shift_rows[] = {{.name = "bias_shift"}};
 static const fa_row max_logits_rows[] = {{.name = "max_logits"}};
-static const fa_row combine_rows[] = {{.name = "combine", .shared_bytes = FA_COMBINE_SHARED_BYTES}};
+static const fa_row combine_rows[] = {{.name = "combine"}};
 
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
 const fa_bwd_any_columns *fa_bwd_any_row(int row) { return (const fa_bwd_any_columns *)bwd_any_rows[row].columns; }
@@ -507,8 +506,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                    .num_rows = NUM_ROWS(gather_rows),
                    .chooses = always_chooses},
     [FA_COMBINE] = {.name = "combine",
-                    .files = FILES("combine.cu", "combine_params.h", "sinks.cuh", "sinks_params.h", "element.cuh",
-                                   "ptx_launch.cuh", "ptx_sm80.cuh"),
+                    .files = FILES("combine.cu", "combine_params.h", DIVISION_FILES, "sinks.cuh", "sinks_params.h",
+                                   "element.cuh", "ptx_launch.cuh", "ptx_sm80.cuh"),
                     .knows = FA_IN_BF16 | FA_IN_F32,
                     .rows = combine_rows,
                     .num_rows = NUM_ROWS(combine_rows),
