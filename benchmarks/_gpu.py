@@ -5,7 +5,7 @@ sequences. The packed problem has 24 sequences of 64 .. 4096 tokens, 54,368 toke
 batch that fills its tiles. This batch has 21 sequences of 2688, which is 3.8% more tokens and as many operations (0.04%
 fewer). Input is N(0, 1) in bf16. TFLOPS count the operations of the formula, half of them when causal.
 
-Timing has two rules, and each writes a file of its own:
+Timing has these rules, and each writes a file of its own:
 
     turns      The kernels of a problem run launch by launch, in a random order in every turn, with the L2 flushed
                before each launch. A figure is the median over as many turns as fill --seconds, after a tenth of them as
@@ -14,6 +14,13 @@ Timing has two rules, and each writes a file of its own:
     sustained  One kernel runs alone, back to back for --sustained-seconds, without a flush. Before that it runs for a
                fifth of the time, uncounted. All kernels of a problem do so in random order, --sustained-runs times;
                each run is a row. A training job sees these figures, because the board's power lowers the clock.
+
+A third rule is for calls of few microseconds:
+
+    added      What a call adds to a stream: the time of ten flushes of the L2 with the call between them, less that of
+               the flushes alone, all in random order. With the rule "turns", an event lies between the flush and the
+               call. It keeps a kernel from being launched before the work ahead of it has ended, although kernels that
+               wait for that by themselves (programmatic dependent launch) are launched so in a model.
 
 NVML gives the SM clock (the median of samples) and the board's watts (energy divided by time). It needs the package
 nvidia-ml-py. Without the package, or where NVML does not answer, these columns are empty and a line gives the reason.
@@ -193,6 +200,40 @@ def shuffled(items, rng):
     items = list(items)
     rng.shuffle(items)
     return items
+
+
+def stream(call, flush, times=10):
+    """The events around `times` calls, each followed by a flush. call: None for flushes alone."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(8):  # The host gets ahead of the GPU.
+        flush()
+    begin.record()
+    for _ in range(times):
+        if call:
+            call()
+        flush()
+    end.record()
+    return begin, end
+
+
+def added(calls, seconds, flush, rng, times=10):
+    """({name: milliseconds}, MHz) by the rule "added"."""
+    streams = {None: None, **calls}
+
+    def turn():
+        return {name: stream(call, flush, times) for name, call in shuffled(streams.items(), rng)}
+
+    start = time.monotonic()
+    turn()
+    torch.cuda.synchronize()
+    turns = max(5, int(seconds / (time.monotonic() - start)))
+    with Meter() as meter:
+        start = time.monotonic()
+        found = [turn() for _ in range(turns)]
+        torch.cuda.synchronize()
+    mhz = meter.between(start, time.monotonic())["mhz"]
+    ms = {name: median(pairs[name][0].elapsed_time(pairs[name][1]) for pairs in found) / times for name in streams}
+    return {name: ms[name] - ms[None] for name in calls}, mhz
 
 
 def in_turns(calls, seconds, flush, rng):

@@ -5,8 +5,9 @@ _gpu.py. TFLOPS count 4 d operations for each pair of a query and a key that it 
 
     python benchmarks/bench_peers.py --fa3 PATH      and the library _C.so of FlashAttention-3, as xformers has it
     python benchmarks/bench_peers.py --only "64 columns"
+    python benchmarks/bench_peers.py --added         what a call adds to a stream of flushes (_gpu.py)
 
-Writes peers_<device>.csv to the folder --out and prints the table.
+Writes peers_<device>.csv, or peers_added_<device>.csv, to the folder --out and prints the table.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from _gpu import LENGTHS, flusher, in_turns, machine, offsets, ready
+from _gpu import LENGTHS, added, flusher, in_turns, machine, offsets, ready
 from _results import add_out, command, need_gpu, save
 from cases import BENCH_PEERS
 from tables import print_tables
@@ -111,6 +112,7 @@ def seen(case):
 
 def run(options):
     flush, rng = flusher(), random.Random(0)
+    rule, measure = ("added", added) if options.added else ("turns", in_turns)
     said = command().replace(options.fa3 or "PATH", "PATH")
     makers = {"ours": ours, **({"FA3": fa3} if options.fa3 else {}), "cuDNN": cudnn}
     for problem, case in BENCH_PEERS:
@@ -121,7 +123,7 @@ def run(options):
         made = ready({name: partial(make, case) for name, make in makers.items()})
         rows = []
         for which, factor in (("forward", 4), ("backward", 10)):
-            times, mhz = in_turns(
+            times, mhz = measure(
                 {name: partial(calls, which) for name, calls in made.items()}, options.seconds, flush, rng
             )
             operations = factor * case.h * case.d * seen(case)
@@ -130,7 +132,7 @@ def run(options):
             for kernel, ms in times.items():
                 figures = {"ms": round(ms, 4), "tflops": round(operations / ms / 1e9, 1), "mhz": mhz}
                 values = kernel, which, problem, case.dtype, *sizes, case.causal
-                rows.append({**machine(), "rule": "turns", "command": said, **dict(zip(PROBLEM, values)), **figures})
+                rows.append({**machine(), "rule": rule, "command": said, **dict(zip(PROBLEM, values)), **figures})
         figures = "  ".join(f"{row['pass']} {row['kernel']} {row['tflops']:.0f}" for row in rows)
         print(f"{problem}, {case.d} columns{', causal' if case.causal else ''}: {figures}", flush=True)
         yield rows
@@ -140,13 +142,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="problems with one of these texts in 'NAME, D columns'")
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a problem and pass together")
+    parser.add_argument("--added", action="store_true", help="what a call adds to a stream of flushes (_gpu.py)")
     parser.add_argument("--fa3", help="path of FlashAttention-3's library")
     add_out(parser)
     options = parser.parse_args()
     need_gpu()
     if options.fa3:
         torch.ops.load_library(options.fa3)
-    path = options.out / f"peers_{machine()['device']}.csv"
+    path = options.out / f"peers{'_added' if options.added else ''}_{machine()['device']}.csv"
     for rows in run(options):
         save(rows, path, COLUMNS, ("device", *PROBLEM))
     print_tables(options.out, machine()["device"])

@@ -13,14 +13,15 @@ With --before-hopper "sm80" is what the planner chooses on such a GPU, in tiles 
 "generic" is attn_fwd_any.
 With --few "decode" is attn_decode_sm90, "forward" attn_fwd_sm90 and "one part" the latter with num_splits = 1, and
 "ours" is as the planner chooses. Writes prompts_<device>.csv, few_queries_<device>.csv or prompts_sm80_<device>.csv to
-the folder --out, and prints the table.
+the folder --out, and prints the table. With --added the figures are what a call adds to a stream of flushes (_gpu.py),
+and "_added" stands before the device.
 """
 
 import argparse
 import random
 
 import torch
-from _gpu import by_kernels, flusher, in_turns, machine, ready
+from _gpu import added, by_kernels, flusher, in_turns, machine, ready
 from _results import add_out, command, need_gpu, save
 from cases import BENCH_FEW, BENCH_PROMPTS
 from tables import print_tables
@@ -121,13 +122,14 @@ def seen(len_q, len_kv):
 
 def run(options):
     flush, rng = flusher(), random.Random(0)
+    rule, measure = ("added", added) if options.added else ("turns", in_turns)
     said = command().replace(options.fa3 or "PATH", "PATH")
     for case in BENCH_FEW if options.few else BENCH_PROMPTS:
         if case.d not in options.dims or case.b not in options.batches:
             continue
         kernels = options.make(case, options)
         calls = ready({key: lambda call=call: call for key, (call, _) in kernels.items()})
-        times, mhz = in_turns(calls, options.seconds, flush, rng)
+        times, mhz = measure(calls, options.seconds, flush, rng)
         operations = 4 * case.b * case.h * case.d * seen(case.len_q, case.len_kv)
         sizes = case.b, case.len_q, case.len_kv, case.h, case.h_kv, case.d
         rows = []
@@ -136,7 +138,7 @@ def run(options):
             problem = dict(zip(PROBLEM, (kernel, layout, *sizes)))
             plan = kernels[kernel, layout][1]
             ours = {"name": plan.kernel, "num_splits": plan.num_splits, "tile_heads": plan.tile_heads} if plan else {}
-            rows.append({**machine(), "rule": "turns", "command": said, **problem, **ours, **figures})
+            rows.append({**machine(), "rule": rule, "command": said, **problem, **ours, **figures})
         if options.few:
             words = (f"{row['kernel']} {row['ms'] * 1000:.1f} ({row.get('num_splits', '')})" for row in rows)
         else:
@@ -148,6 +150,7 @@ def run(options):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a problem together")
+    parser.add_argument("--added", action="store_true", help="what a call adds to a stream of flushes (_gpu.py)")
     parser.add_argument("--fa3", help="path of FlashAttention-3's library")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--few", action="store_true", help="few queries, in microseconds")
@@ -172,7 +175,7 @@ if __name__ == "__main__":
         name, options.make = "few_queries", few_queries_of
     if options.before_hopper:
         name, options.make = "prompts_sm80", kernels_before_hopper
-    path = options.out / f"{name}_{machine()['device']}.csv"
+    path = options.out / f"{name}{'_added' if options.added else ''}_{machine()['device']}.csv"
     with torch.no_grad():
         for rows in run(options):
             save(rows, path, FEW_COLUMNS if options.few else COLUMNS, ("device", *PROBLEM))
