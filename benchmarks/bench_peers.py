@@ -7,6 +7,8 @@ _gpu.py. TFLOPS count 4 d operations for each pair of a query and a key that it 
     python benchmarks/bench_peers.py --only "64 columns"
     python benchmarks/bench_peers.py --added         what a call adds to a stream of flushes (_gpu.py)
 
+With --added there are dense problems of few work tiles, too. In turns the host binds their figures.
+
 Writes peers_<device>.csv, or peers_added_<device>.csv, to the folder --out and prints the table.
 """
 
@@ -20,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from _gpu import LENGTHS, added, flusher, in_turns, machine, offsets, ready
 from _results import add_out, command, need_gpu, save
-from cases import BENCH_PEERS
+from cases import BENCH_FEW_TILES, BENCH_PEERS
 from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -115,7 +117,7 @@ def run(options):
     rule, measure = ("added", added) if options.added else ("turns", in_turns)
     said = command().replace(options.fa3 or "PATH", "PATH")
     makers = {"ours": ours, **({"FA3": fa3} if options.fa3 else {}), "cuDNN": cudnn}
-    for problem, case in BENCH_PEERS:
+    for problem, case in BENCH_PEERS + (BENCH_FEW_TILES if options.added else []):
         if options.only and not any(word in f"{problem}, {case.d} columns" for word in options.only):
             continue
         if case.packed:

@@ -13,6 +13,7 @@ tests/guards/test_docs.py checks it. A table whose files are absent stays as it 
 import argparse
 import re
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -219,9 +220,8 @@ def peers(source):
     return [*grid(["", "best of FA3, FA4", "ours"], body), "", text]
 
 
-def beside(source):
+def beside(name, rule, source):
     """The time of each peer divided by ours, causal in brackets. The kernels of a problem are of one run."""
-    name = "peers_<device>.csv"
     rows = rows_of(source, name)
     runs = {}
     for row in rows:
@@ -241,7 +241,7 @@ def beside(source):
     for problem, d in dict.fromkeys((row["problem"], row["d"]) for row in rows):
         passes = [[ratios(which, kernel, problem, d) for kernel in ("FA3", "cuDNN")] for which in PASSES]
         body.append([problem, d, *(", ".join(filter(None, words)) for words in passes)])
-    text = "Time of FlashAttention-3 and of cuDNN divided by ours. In turns. "
+    text = f"Time of FlashAttention-3 and of cuDNN divided by ours. {rule}. "
     text += f"Problems of {num_runs} runs. " if num_runs > 1 else ""
     return grid(["problem", "columns", *(f"{which}: FA3, cuDNN" for which in PASSES)], body) + caption(name, rows, text)
 
@@ -446,7 +446,8 @@ TABLES = {
     "96 columns": speed("bwd_96_<device>.csv", "backward", "In turns"),
     "packed": packed,
     "peers": peers,
-    "beside": beside,
+    "beside": partial(beside, "peers_<device>.csv", "In turns"),
+    "beside, added": partial(beside, "peers_added_<device>.csv", "Added to a stream"),
     "decode": decode,
     "decode, in turns": decode_turns,
     "prompts": prompts_of("prompts_<device>.csv", "ours", "FA3", "FlashAttention-3"),

@@ -267,15 +267,6 @@ BENCH_FEW = [
 # has 16k tokens, 32k of length 32768. The packed problem has the lengths of benchmarks/_gpu.py.
 FULL = (-1, -1)
 COLUMNS = 32, 40, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 256
-# Dense problems whose work tiles leave multiprocessors idle.
-FEW_TILES = [
-    (1, 1024, 1024, 8, 8, 128, True), (1, 2048, 2048, 4, 4, 128, False), (2, 256, 4096, 16, 16, 128, False),
-    (1, 16, 8192, 32, 8, 128, True), (1, 64, 8192, 16, 16, 128, True), (1, 100, 6000, 16, 2, 128, False),
-    (1, 1500, 1500, 20, 20, 64, False), (1, 300, 4096, 12, 12, 64, False), (1, 512, 50000, 8, 8, 64, False),
-    (1, 512, 8192, 8, 8, 96, False), (2, 256, 4096, 4, 4, 192, False), (1, 100, 1000, 8, 8, 256, False),
-    (1, 1024, 1024, 8, 8, 256, True),
-]  # fmt: skip
-
 BENCH_PEERS = [
     (problem, Case(len_q, len_kv, b, h, max(1, h // group), d, dtype, causal=causal, window=window))
     for problem, len_q, len_kv, b, group, dims, dtype, window in (
@@ -295,9 +286,26 @@ BENCH_PEERS = [
     for d in dims
     for h in [2048 // d]
     for causal in (BOTH if window == FULL and len_q == len_kv else (False,))
-] + [
+]
+
+# Dense problems whose work tiles leave multiprocessors idle: sequences, queries, keys, heads, columns, causal.
+BENCH_FEW_TILES = [
     (f"{b} x {len_q} on {len_kv}, {h}/{h_kv} heads", Case(len_q, len_kv, b, h, h_kv, d, "bf16", causal=causal))
-    for b, len_q, len_kv, h, h_kv, d, causal in FEW_TILES
+    for b, len_q, len_kv, h, h_kv, d, causal in (
+        (1, 1024, 1024, 8, 8, 128, True),
+        (1, 2048, 2048, 4, 4, 128, False),
+        (2, 256, 4096, 16, 16, 128, False),
+        (1, 16, 8192, 32, 8, 128, True),
+        (1, 64, 8192, 16, 16, 128, True),
+        (1, 100, 6000, 16, 2, 128, False),
+        (1, 1500, 1500, 20, 20, 64, False),
+        (1, 300, 4096, 12, 12, 64, False),
+        (1, 512, 50000, 8, 8, 64, False),
+        (1, 512, 8192, 8, 8, 96, False),
+        (2, 256, 4096, 4, 4, 192, False),
+        (1, 100, 1000, 8, 8, 256, False),
+        (1, 1024, 1024, 8, 8, 256, True),
+    )
 ]
 
 # bench_shapes.py, by the name of the rows: shapes that are in no other table.
