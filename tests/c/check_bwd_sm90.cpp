@@ -14,8 +14,7 @@
 /* In place of loads and additions in the L2. */
 static void wait_here(const u32 *turn, u32 rank) {
     while (*turn < rank) {
-        maybe_run_copy();
-        emulated_yield(!copies.empty());
+        emulated_yield(pass_turns(1));
     }
 }
 static void end_here(u32 *turn) { ++*turn; }
@@ -23,9 +22,6 @@ static void end_here(u32 *turn) { ++*turn; }
 #define end_turn  end_here
 #include "cuda/attn_bwd_sm90.cu"
 
-extern "C" {
-#include "emulate_cuda.h"
-}
 #include "hopper_problem.h"
 
 static void run_kernel(const void *p) { KERNEL(*(const params *)p); }
@@ -55,34 +51,30 @@ static float slope_of_head(int head) { return HAS_SLOPES ? 0.01f * (float)(1 + h
 
 /* Adds the share of one query row, which has its diagonal at a key of its sequence. `slab` and `place` are those of the
  * row. Rows that see no key get zeros, as attn_bwd_prep writes them where no key tile comes. */
-static void add_row(expected &e, tensor &q, tensor &k, tensor &v, tensor &dout, tensor &dq, int row, int head,
-                    int diagonal, int first_key, key_range keys, size_t slab, int place) {
+static void add_row(expected &e, const numbers &q, const numbers &k, const numbers &v, const numbers &dout, tensor &dq,
+                    int row, int head, int diagonal, int first_key, key_range keys, size_t slab, int place) {
     const int d = q.d, d_v = v.d, head_kv = head / (q.h / k.h);
     const double scale = 1 / sqrt(d);
     std::vector<double> p;
     double largest = -INFINITY, sum = 0, delta = 0;
     for (int j = keys.begin; j < keys.end; j++) {
-        double x = 0;
-        for (int c = 0; c < d; c++) x += q.at(row, head, c) * k.at(first_key + j, head_kv, c);
+        const double x = dot(q.row(row, head), k.row(first_key + j, head_kv), d);
         p.push_back(x * scale - slope_of_head(head) * abs(diagonal - j)), largest = fmax(largest, p.back());
     }
     for (double x : p) sum += exp(x - largest);
     const double lse = p.empty() ? INFINITY : largest + log(sum);
-    std::vector<double> dp(p.size(), 0);
+    std::vector<double> dp;
     for (size_t j = 0; j < p.size(); j++) {
         p[j] = exp(p[j] - lse);
-        for (int c = 0; c < d_v; c++)
-            dp[j] += dout.at(row, head, c) * v.at(first_key + keys.begin + (int)j, head_kv, c);
+        dp.push_back(dot(dout.row(row, head), v.row(first_key + keys.begin + (int)j, head_kv), d_v));
         delta += p[j] * dp[j]; /* dO . O */
     }
     for (size_t j = 0; j < p.size(); j++) {
         const size_t key = (size_t)((first_key + keys.begin + (int)j) * k.h + head_kv);
         const double ds = p[j] * (dp[j] - delta) * scale;
-        for (int c = 0; c < d_v; c++) e.dv[key * d_v + c] += p[j] * dout.at(row, head, c);
-        for (int c = 0; c < d; c++) {
-            e.dk[key * d + c] += ds * q.at(row, head, c);
-            e.dq[(size_t)((row * q.h + head) * d + c)] += ds * k.at(first_key + keys.begin + (int)j, head_kv, c);
-        }
+        add_multiple(&e.dv[key * d_v], p[j], dout.row(row, head), d_v);
+        add_multiple(&e.dk[key * d], ds, q.row(row, head), d);
+        add_multiple(&e.dq[(size_t)((row * q.h + head) * d)], ds, &k.data[key * d], d);
     }
     float *stats = &e.stats[slab * 2 * BLOCK_Q + place / 16 * 16 + stat_place(place % 16)];
     stats[0] = (float)(lse * LOG2_E), stats[BLOCK_Q] = (float)delta;
@@ -113,13 +105,14 @@ static void check(const problem &x) {
                   std::vector<double>(v.data.size()), std::vector<float>(slabs * 2 * BLOCK_Q),
                   std::vector<unsigned>(slabs * 2)};
     for (size_t i = 0; i < e.stats.size(); i++) e.stats[i] = i / BLOCK_Q % 2 ? 0 : INFINITY; /* rows beyond the end */
+    const numbers all_q(q), all_k(k), all_v(v), all_dout(dout);
     for (int n = 0; n < b; n++)
         for (int head = 0; head < x.h; head++)
             for (int i = 0; i < x.len_q[n]; i++) {
                 const key_range keys = keys_of_row(i, x.len_q[n], x.len_kv[n]);
                 const int first = VARLEN ? head * num_slabs + cu_q[n] / BLOCK_Q + n : (n * x.h + head) * num_slabs;
-                add_row(e, q, k, v, dout, dq, cu_q[n] + i, head, i + x.len_kv[n] - x.len_q[n], cu_kv[n], keys,
-                        (size_t)(first + i / BLOCK_Q), i % BLOCK_Q);
+                add_row(e, all_q, all_k, all_v, all_dout, dq, cu_q[n] + i, head, i + x.len_kv[n] - x.len_q[n], cu_kv[n],
+                        keys, (size_t)(first + i / BLOCK_Q), i % BLOCK_Q);
             }
 
     std::vector<float> sums(slabs * SLAB_FLOATS, NAN);

@@ -13,44 +13,14 @@
 
 /* ---- products in 8 bits ---------------------------------------------------------------------------------------- */
 
-static float byte_at(u32 descriptor, u32 row_bytes, int row, int k) {
-    const u32 at = ((descriptor & 0xffff) << 4) + (u32)row * row_bytes + (u32)k;
-    return cvt_f32(e4m3{(unsigned char)memory[swizzled(at, row_bytes)]});
-}
-
-/* The high half of a descriptor is the length of a row in hopper_emulation.h. 32 bytes are contracted. */
+/* The high half of a descriptor is the length of a row in hopper_emulation.h. */
 template <int N> struct wgmma<N, e4m3> {
-    static constexpr int REGS = N / 2;
-
-    template <u32 B_ROW, class element_of_a> static void add(float *d, bool adds, element_of_a a, u32 b) {
-        for (int i = 0; i < REGS; i += i % 2 ? 3 : 1)
-            for (int r = 0; r < 2; r++) {
-                float sum = adds ? d[i + 2 * r] : 0;
-                for (int k = 0; k < 32; k++)
-                    sum += a(r, k) * byte_at(b, B_ROW, 8 * (i / 4) + 2 * ((int)threadIdx.x % 4) + i % 2, k);
-                d[i + 2 * r] = sum;
-            }
-    }
-    template <u32 A_HIGH, u32 B_HIGH> static void ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {
-        float *sums = d;
-        add_product([=] {
-            const int row = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
-            add<B_HIGH>(sums, accumulate, [=](int r, int k) { return byte_at(a, A_HIGH, row + 8 * r, k); }, b);
-        });
+    template <u32 A_HIGH, u32 B_HIGH> static void ss(float (&d)[N / 2], u32 a, u32 b, int accumulate) {
+        issue({EMULATED_E4M3, N, 1, accumulate != 0, 1, true, false, {a, A_HIGH}, {b, B_HIGH}}, d, nullptr);
         wgmma_fence();
     }
-    template <u32 B_HIGH> static void rs(float (&d)[REGS], const u32 *a, u32 b, int accumulate) {
-        struct {
-            u32 lanes[4][4];
-        } quad;
-        float *sums = d;
-        const char *all = emulated_exchange(a, 16);
-        for (u32 i = 0; i < 4; i++) memcpy(quad.lanes[i], all + 64 * (threadIdx.x % 32 / 4 * 4 + i), 16);
-        __ballot_sync(0, true);
-        const auto element_of_a = [=](int r, int k) {
-            return cvt_f32(e4m3{(unsigned char)(quad.lanes[k % 16 / 4][r + 2 * (k / 16)] >> 8 * (k % 4))});
-        };
-        add_product([=] { add<B_HIGH>(sums, accumulate, element_of_a, b); });
+    template <u32 B_HIGH> static void rs(float (&d)[N / 2], const u32 *a, u32 b, int accumulate) {
+        issue({EMULATED_E4M3, N, 1, accumulate != 0, 1, false, false, {}, {b, B_HIGH}}, d, a);
         wgmma_fence();
     }
 };
@@ -67,9 +37,6 @@ static void red_add_x4(float *to, float a, float b, float c, float d) {
 
 #include "cuda/attn_fwd_fp8_sm90.cu"
 
-extern "C" {
-#include "emulate_cuda.h"
-}
 #include "hopper_problem.h"
 
 static void run_kernel(const void *p) { KERNEL(*(const params *)p); }
@@ -92,6 +59,7 @@ struct tensors {
 
 /* The largest difference of lse, and the relative error of O in all rows. Any number that is not finite is an error. */
 static void compare(const problem &x, tensors &t) {
+    const numbers q(t.q), k(t.k), v(t.v);
     double off = 0, all = 0, worst_lse = 0;
     const int group = x.h / x.h_kv, total_q = t.q.rows;
     for (int n = 0; n < (int)x.len_q.size(); n++)
@@ -102,17 +70,15 @@ static void compare(const problem &x, tensors &t) {
                 std::vector<double> s;
                 double most = -INFINITY, sum = 0;
                 for (int j = keys.begin; j < keys.end; j++) {
-                    double score = 0;
-                    for (int c = 0; c < HEAD_DIM; c++)
-                        score += t.q.at(q_row, head, c) * t.k.at(k_row + j, head / group, c);
+                    const double score = dot(q.row(q_row, head), k.row(k_row + j, head / group), HEAD_DIM);
                     s.push_back(score / sqrt(HEAD_DIM)), most = fmax(most, s.back());
                 }
                 for (double &y : s) y = exp(y - most), sum += y;
+                std::vector<double> row(HEAD_DIM);
+                for (size_t j = 0; j < s.size(); j++)
+                    add_multiple(row.data(), s[j] / sum, v.row(k_row + keys.begin + (int)j, head / group), HEAD_DIM);
                 for (int c = 0; c < HEAD_DIM; c++) {
-                    double right = 0;
-                    for (size_t j = 0; j < s.size(); j++)
-                        right += s[j] / sum * t.v.at(k_row + keys.begin + (int)j, head / group, c);
-                    const double o = cvt_f32(t.o.row(q_row, head)[c]);
+                    const double o = cvt_f32(t.o.row(q_row, head)[c]), right = row[(size_t)c];
                     EXPECT(std::isfinite(o));
                     off += (o - right) * (o - right), all += right * right;
                 }

@@ -15,9 +15,6 @@
 
 #include "cuda/attn_fwd_sm90.cu"
 
-extern "C" {
-#include "emulate_cuda.h"
-}
 #include "hopper_problem.h"
 #if CACHE
 #include "gpu/division.h"
@@ -194,7 +191,7 @@ struct row_of_o {
     double lse, largest;
 };
 /* scores: of the keys that the row sees. sink: -inf if there is none. */
-static row_of_o row_of(const std::vector<double> &scores, const std::vector<int> &keys, tensor &v, int head_kv,
+static row_of_o row_of(const std::vector<double> &scores, const std::vector<int> &keys, const numbers &v, int head_kv,
                        double sink, double empty_lse) {
     row_of_o x = {std::vector<double>((size_t)v.d), sink, -INFINITY};
     for (double s : scores) x.largest = fmax(x.largest, s);
@@ -204,8 +201,7 @@ static row_of_o row_of(const std::vector<double> &scores, const std::vector<int>
     if (!scores.empty()) x.lse = most + log(exp(own - most) + exp(sink - most));
     if (scores.empty() && sink == -INFINITY) x.lse = empty_lse;
     for (size_t j = 0; j < scores.size(); j++) {
-        const double prob = exp(scores[j] - x.lse);
-        for (int c = 0; c < v.d; c++) x.o[(size_t)c] += prob * v.at(keys[j], head_kv, c);
+        add_multiple(x.o.data(), exp(scores[j] - x.lse), v.row(keys[j], head_kv), v.d);
     }
     return x;
 }
@@ -321,6 +317,7 @@ static void check(const problem &given) {
     if (parts > 1) add_parts(parts, total_q * x.h, p.lse, part_o, len_q, o), p.empty_lse = INFINITY;
     cache.table = places.table;
 #endif
+    const numbers all_q(q), all_k(k), all_v(v);
     difference all;
     for (int n = 0; n < b; n++)
         for (int head = 0; head < x.h; head++)
@@ -330,13 +327,11 @@ static void check(const problem &given) {
                 std::vector<double> scores;
                 std::vector<int> keys;
                 for (int j = seen.begin; j < seen.end; j++) {
-                    double s = 0;
 #if FLEX
                     const int kind = flex.kind_at(head, i, j);
                     if (kind == EMPTY_BLOCK || (kind == PARTIAL_BLOCK && !flex_mask(p.values, n, head, i, j))) continue;
 #endif
-                    for (int c = 0; c < x.d; c++) s += q.at(row, head, c) * k.at(row_of_key(n, j), head_kv, c);
-                    s *= scale;
+                    double s = scale * dot(all_q.row(row, head), all_k.row(row_of_key(n, j), head_kv), x.d);
 #if FLEX_SCORE
                     s = flex_score(p.values, (float)s, n, head, i, j);
 #endif
@@ -346,7 +341,7 @@ static void check(const problem &given) {
 #if FLEX
                 if (x.has_sinks) sink -= flex.shifts[place];
 #endif
-                const row_of_o right = row_of(scores, keys, v, head_kv, sink, p.empty_lse);
+                const row_of_o right = row_of(scores, keys, all_v, head_kv, sink, p.empty_lse);
 #if FLEX
                 all.add_largest(right.largest, flex.largest[(size_t)place]);
 #endif

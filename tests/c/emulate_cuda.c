@@ -1,5 +1,6 @@
 /* Runs kernels that were compiled with cuda_emulation.h. The CTAs of a launch run one after the other, with threads as
- * coroutines on their own stacks. The CTAs of a cluster run one after the other up to each barrier of the cluster. */
+ * coroutines on their own stacks. The CTAs of a cluster run one after the other up to each barrier of the cluster.
+ * Threads that can run take turns. A thread that waits for others has no turns until they wake it. */
 #define _GNU_SOURCE
 #include "emulate_cuda.h"
 
@@ -45,9 +46,14 @@ static place scheduler;
 static emulated_kernel *kernel;
 static const void *parameters;
 
+/* Threads of the CTA that can run, and threads in emulated_wait. */
+static emulated_threads ready, waiting;
+bool (*emulated_background)(unsigned turns);
+
 typedef struct {
     int num_arrived;
     unsigned generation;
+    emulated_threads absent; /* threads that have arrived and wait */
 } meeting;
 static meeting block_meeting, named_meetings[16];
 static int block_or[2], named_or[16][2];
@@ -63,11 +69,32 @@ static void die(const char *why) {
     abort();
 }
 
-/* The next thread after t that can run. There must be one. */
+static void add_thread(emulated_threads *set, unsigned t) { set->words[t / 64] |= 1ull << t % 64; }
+static void remove_thread(emulated_threads *set, unsigned t) { set->words[t / 64] &= ~(1ull << t % 64); }
+
+/* The first thread from t on that can run, or MOST_THREADS. Adds the number of threads before it that are in
+ * emulated_wait. */
+static unsigned find_ready(unsigned t, unsigned *num_waiting) {
+    unsigned long long mask = ~0ull << t % 64;
+    for (unsigned i = t / 64; i < EMULATED_SET_WORDS; i++, mask = ~0ull) {
+        const unsigned long long found = ready.words[i] & mask, lowest = found & -found;
+        const unsigned long long passed = waiting.words[i] & mask & (lowest - 1);
+        if (passed) *num_waiting += (unsigned)__builtin_popcountll(passed);
+        if (found) return 64 * i + (unsigned)__builtin_ctzll(found);
+    }
+    return MOST_THREADS;
+}
+
+/* The next thread after t that can run. The turns of threads in emulated_wait pass in the background, which may wake
+ * them. */
 static unsigned next_thread(unsigned t) {
-    do t = t + 1 == emulated_block_size.x ? 0 : t + 1;
-    while (threads[t].has_finished || threads[t].waits_for_cluster);
-    return t;
+    for (;;) {
+        unsigned num_waiting = 0, next = t + 1 < MOST_THREADS ? find_ready(t + 1, &num_waiting) : MOST_THREADS;
+        if (next == MOST_THREADS) next = find_ready(0, &num_waiting);
+        const bool goes_on = num_waiting && emulated_background && emulated_background(num_waiting);
+        if (next != MOST_THREADS) return next;
+        if (!goes_on) die("not everyone reaches a barrier");
+    }
 }
 
 /* Back to the scheduler, which counts the threads that can run. */
@@ -75,17 +102,21 @@ static void stop(void) {
     if (!__builtin_setjmp(threads[emulated_thread.x].state)) go_on(scheduler);
 }
 
-/* Threads take turns. The scheduler starts a thread. Then one thread jumps to the next. */
-static void yield(void) {
-    if (++num_idle_turns > 100000) die("not everyone reaches a barrier");
+/* The scheduler starts a thread. Then one thread jumps to the next. */
+static void pass_on(void) {
     thread *self = &threads[emulated_thread.x];
     const unsigned next = next_thread(emulated_thread.x);
     if (!threads[next].has_started) {
         stop();
-    } else if (!__builtin_setjmp(self->state)) {
+    } else if (&threads[next] != self && !__builtin_setjmp(self->state)) {
         emulated_thread.x = next;
         go_on(threads[next].state);
     }
+}
+
+static void yield(void) {
+    if (++num_idle_turns > 100000) die("not everyone reaches a barrier");
+    pass_on();
 }
 
 /* Other threads go on while this one waits. `something_happened`: this is no sign that nobody reaches a barrier. */
@@ -94,19 +125,38 @@ void emulated_yield(bool something_happened) {
     yield();
 }
 
+static void wait_in(emulated_threads *set) {
+    add_thread(set, emulated_thread.x);
+    remove_thread(&ready, emulated_thread.x);
+    pass_on();
+}
+
+void emulated_wait(emulated_threads *waiters) {
+    add_thread(&waiting, emulated_thread.x);
+    wait_in(waiters);
+}
+
+void emulated_wake(emulated_threads *waiters) {
+    for (unsigned i = 0; i < EMULATED_SET_WORDS; i++) {
+        ready.words[i] |= waiters->words[i], waiting.words[i] &= ~waiters->words[i];
+        waiters->words[i] = 0;
+    }
+    num_idle_turns = 0;
+}
+
 /* Returns the meeting's generation. */
 static unsigned join(meeting *m, int num) {
     const unsigned generation = m->generation;
     if (++m->num_arrived == num) {
         m->num_arrived = 0, m->generation++;
-        num_idle_turns = 0;
+        emulated_wake(&m->absent);
     }
     return generation;
 }
 
 static unsigned arrive(meeting *m, int num) {
     const unsigned generation = join(m, num);
-    while (m->generation == generation) yield();
+    while (m->generation == generation) wait_in(&m->absent);
     return generation;
 }
 
@@ -169,6 +219,7 @@ void emulated_cp_async_wait_group(int pending) {
 
 void emulated_cluster_sync(void) {
     threads[emulated_thread.x].waits_for_cluster = true;
+    remove_thread(&ready, emulated_thread.x);
     stop();
 }
 
@@ -184,6 +235,7 @@ static void thread_main(void) {
         thread *self = &threads[emulated_thread.x];
         if (self->num_copies) die("cp.async was not waited for");
         self->has_finished = true;
+        remove_thread(&ready, emulated_thread.x);
         num_idle_turns = 0;
         stop();
     }
@@ -214,8 +266,10 @@ static void check_end(const char *bytes, unsigned shared_bytes) {
  * threads. */
 static unsigned run_block(unsigned num_threads, unsigned shared_bytes) {
     volatile unsigned num_left = 0, num_finished = 0;
-    for (unsigned t = 0; t < num_threads; t++)
+    for (unsigned t = 0; t < num_threads; t++) {
         num_left += !threads[t].has_finished, num_finished += threads[t].has_finished;
+        if (!threads[t].has_finished) add_thread(&ready, t);
+    }
     /* The order varies with the CTA. */
     emulated_thread.x = ((emulated_block.x + emulated_block.y) * 37 + num_threads - 1) % num_threads;
     while (num_left > 0) {

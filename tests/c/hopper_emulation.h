@@ -2,25 +2,33 @@
  * rest, and is included before.
  *
  * What the hardware may do at any time happens at random times here. A copy of TMA happens some time after its issue,
- * and until then its destination holds NaN. A product runs when it is issued, or only at the wait for it. A warp or a
- * warpgroup may be slow. So a missing wait gives wrong numbers, often but not always. Registers of A are read at the
- * issue. The warps of a warpgroup must commit and wait for the same products. Fences are not emulated. */
+ * and until then its destination holds NaN. A product of a warp runs when its last lane has issued it, or only at the
+ * wait for it. A warp or a warpgroup may be slow. So a missing wait gives wrong numbers, often but not always.
+ * Registers of A are read at the issue. The warps of a warpgroup must commit and wait for the same products. Fences are
+ * not emulated. */
 #ifndef HOPPER_EMULATION_H
 #define HOPPER_EMULATION_H
 
 #define FA_PTX_SM90_CUH
 #include "cuda/tensor_map.h"
 #include "expect.h"
+#include <deque>
 #include <functional>
 #include <random>
+#include <type_traits>
 #include <vector>
+
+extern "C" {
+#include "emulate_cuda.h"
+#include "emulate_products.h"
+}
 
 static std::mt19937 random_bits(1);
 
 /* How this run behaves. */
 static struct {
     bool products_are_late, copies_are_immediate;
-    unsigned copy_pace;        /* a copy happens at one of so many looks */
+    unsigned copy_pace;        /* a copy happens at one of so many turns of threads that wait for mbarriers */
     int slow_warp, slow_group; /* -1: none */
 } manner;
 
@@ -45,16 +53,17 @@ struct emulated_mbarrier {
     int count, pending;
     long bytes; /* announced and not there */
     unsigned phase;
+    emulated_threads waiters;
 
     void look() {
         EXPECT(pending >= 0);
-        if (pending == 0 && bytes == 0) phase++, pending = count;
+        if (pending == 0 && bytes == 0) phase++, pending = count, emulated_wake(&waiters);
     }
 };
 static emulated_mbarrier mbarriers[(228 << 10) / 8];
 static emulated_mbarrier &mbarrier_at(const u64 *barrier) { return mbarriers[smem_address(barrier) / 8]; }
 
-static void init_mbarrier(u64 *barrier, u32 count) { mbarrier_at(barrier) = {(int)count, (int)count, 0, 0}; }
+static void init_mbarrier(u64 *barrier, u32 count) { mbarrier_at(barrier) = {(int)count, (int)count, 0, 0, {}}; }
 static void mbarrier_arrive(u64 *barrier) { mbarrier_at(barrier).pending--, mbarrier_at(barrier).look(); }
 static void announce(u64 *barrier, u32 bytes) { mbarrier_at(barrier).bytes += bytes, mbarrier_arrive(barrier); }
 static void complete(u64 *barrier, u32 bytes) { mbarrier_at(barrier).bytes -= bytes, mbarrier_at(barrier).look(); }
@@ -74,30 +83,38 @@ static void run_copy(size_t i) {
     run();
 }
 /* Stores of one thread keep their order. Loads may overtake others. */
-static void maybe_run_copy() {
-    if (copies.empty() || random_bits() % manner.copy_pace) return;
+static void run_some_copy() {
     size_t i = random_bits() % copies.size();
     for (size_t k = 0; k < i && !copies[i].is_load; k++)
         if (!copies[k].is_load && copies[k].thread == copies[i].thread) i = k;
     run_copy(i);
 }
+/* So many turns pass. Returns whether copies were on their way. */
+static bool pass_turns(unsigned turns) {
+    static unsigned num_left; /* turns up to the next copy */
+    if (copies.empty()) return false;
+    while (!copies.empty() && turns >= num_left) {
+        turns -= num_left;
+        num_left = 1 + std::geometric_distribution<unsigned>(1. / manner.copy_pace)(random_bits);
+        run_some_copy();
+    }
+    num_left -= copies.empty() ? 0 : turns;
+    return true;
+}
+static const bool copies_pass_turns = (emulated_background = pass_turns, true);
 static void add_copy(bool is_load, const std::function<void()> &run) {
     copies.push_back({threadIdx.x, is_load, false, run});
     if (manner.copies_are_immediate) run_copy(copies.size() - 1);
 }
 static void wait_mbarrier(u64 *barrier, u32 parity) {
     stand_still();
-    while (mbarrier_at(barrier).phase % 2 == parity) {
-        const bool waits_for_copies = !copies.empty();
-        maybe_run_copy();
-        emulated_yield(waits_for_copies);
-    }
+    while (mbarrier_at(barrier).phase % 2 == parity) emulated_wait(&mbarrier_at(barrier).waiters);
     lag();
 }
 
 /* Other threads may run before, so lanes of a warp may get different answers. */
 static bool mbarrier_test(u64 *barrier, u32 parity) {
-    maybe_run_copy();
+    pass_turns(1);
     if (random_bits() % 4 == 0) emulated_yield(true);
     return mbarrier_at(barrier).phase % 2 != parity;
 }
@@ -234,9 +251,20 @@ static void fence_proxy_async_global() {}
 
 /* ---- wgmma ------------------------------------------------------------------------------------------------------- */
 
-typedef std::vector<std::function<void()>> emulated_group;
-static std::vector<emulated_group> groups_of[1024]; /* of a thread: products that were committed and have not run */
-static emulated_group open_group_of[1024];
+/* A product that lanes of a warp have issued, and that has not been waited for. */
+struct issued_product {
+    emulated_product product;
+    unsigned group;
+    int num_lanes; /* that have issued it */
+    emulated_lane lanes[32];
+
+    void run() const { emulated_multiply(&product, lanes, memory, threadIdx.x % 128 / 32 * 16); }
+};
+/* Of each warp. num_removed: the number of products before those. Lanes have issued products and committed groups. */
+static struct {
+    std::deque<issued_product> products;
+    unsigned num_removed, num_issued[32], num_groups[32];
+} products_of[32];
 
 /* The warps of a warpgroup commit products and wait for them together. So all warps must take the same steps. */
 enum { COMMITS = -1 }; /* Other steps are the `pending` of a wait. */
@@ -250,17 +278,23 @@ static void step_together(int step) {
     EXPECT(steps[i] == step);
 }
 
-static void add_product(const std::function<void()> &run) {
-    if (manner.products_are_late)
-        open_group_of[threadIdx.x].push_back(run);
-    else
-        run();
+/* A product runs when the last lane issues it, or at the wait. The lanes must issue the same products. */
+static __attribute__((noinline)) void issue(const emulated_product &product, float *d, const u32 *a) {
+    auto &warp = products_of[threadIdx.x / 32];
+    const u32 lane = threadIdx.x % 32;
+    const size_t i = warp.num_issued[lane]++ - warp.num_removed;
+    EXPECT(i <= warp.products.size());
+    if (i == warp.products.size()) warp.products.push_back({product, warp.num_groups[lane]});
+    issued_product &x = warp.products[i];
+    EXPECT(!memcmp(&x.product, &product, sizeof product) && x.group == warp.num_groups[lane]);
+    x.lanes[lane].d = d;
+    if (!product.a_is_shared) memcpy(x.lanes[lane].a, a, sizeof(u32) * 4 * (size_t)product.num_products);
+    if (++x.num_lanes == 32 && !manner.products_are_late) x.run();
 }
 static void wgmma_fence() { asm volatile("" ::: "memory"); }
 static void wgmma_commit_group() {
     step_together(COMMITS);
-    groups_of[threadIdx.x].push_back(open_group_of[threadIdx.x]);
-    open_group_of[threadIdx.x].clear();
+    products_of[threadIdx.x / 32].num_groups[threadIdx.x % 32]++;
 }
 template <class T, int N> static void pin(T (&d)[N]) { asm volatile("" ::"r"(&d) : "memory"); }
 static void pin(int &) {}
@@ -269,10 +303,13 @@ static __attribute__((noinline)) void wait_groups(size_t pending) {
     step_together((int)pending);
     stand_still();
     __syncwarp();
-    std::vector<emulated_group> &groups = groups_of[threadIdx.x];
-    for (; groups.size() > pending; groups.erase(groups.begin()))
-        for (const std::function<void()> &run : groups[0]) run();
-    __syncwarp();
+    auto &warp = products_of[threadIdx.x / 32];
+    const u32 num_groups = warp.num_groups[threadIdx.x % 32];
+    for (; !warp.products.empty() && warp.products[0].group + pending < num_groups; warp.num_removed++) {
+        EXPECT(warp.products[0].num_lanes == 32);
+        if (manner.products_are_late) warp.products[0].run();
+        warp.products.pop_front();
+    }
 }
 template <int PENDING, int N> static void wgmma_wait_group(float (&d)[N]) { wait_groups(PENDING), pin(d); }
 static void settle(float, void *) {}
@@ -281,67 +318,18 @@ static u32 matrix_descriptor(u32 address, u32 leading_bytes) { return address >>
 constexpr u32 matrix_descriptor_high(int row_bytes) { return (u32)row_bytes; }
 constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4; }
 
-/* Returns the element of row i of A or of column i of B, at place k of the contraction. */
-template <class T, u32 ROW> static float element_of(u32 descriptor, bool is_across, int i, int k) {
-    const u32 start = (descriptor & 0xffff) << 4, leading = descriptor >> 16 << 4, x = (u32)i, y = (u32)k;
-    const u32 at = is_across ? start + x / (ROW / 2) * leading + y * ROW + x % (ROW / 2) * 2 : start + x * ROW + y * 2;
-    T element;
-    memcpy(&element, memory + swizzled(at, ROW), sizeof element);
-    return cvt_f32(element);
-}
-
-/* A thread computes its own elements of D. */
+/* NUM products, one after the other, with A in shared memory or in registers. */
 template <int N, class T> struct wgmma {
-    static constexpr int REGS = N / 2;
+    static constexpr int REGS = N / 2, FORMAT = std::is_same_v<T, bf16> ? EMULATED_BF16 : EMULATED_F16;
 
-    template <u32 B_ROW, class element_of_a>
-    static void add(float *d, bool adds, element_of_a a, u32 b, bool is_across) {
-        float A[2][16], B[16];
-        for (int i = 0; i < 32; i++) A[i / 16][i % 16] = a(i / 16, i % 16);
-        for (int i = 0; i < REGS; i += i % 2 ? 3 : 1) { /* both rows of a column */
-            for (int k = 0; k < 16; k++)
-                B[k] = element_of<T, B_ROW>(b, is_across, 8 * (i / 4) + 2 * ((int)threadIdx.x % 4) + i % 2, k);
-            for (int r = 0; r < 2; r++) {
-                float sum = adds ? d[i + 2 * r] : 0;
-                for (int k = 0; k < 16; k++) sum += A[r][k] * B[k];
-                d[i + 2 * r] = sum;
-            }
-        }
-    }
-    /* NUM products, one after the other. */
     template <int NUM, u32 A_ROW, u32 B_ROW, u32 A_STEP, u32 B_STEP, int B_ACROSS, int SIGN>
-    static __attribute__((noinline)) void issue_ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {
-        float *sums = d;
-        add_product([=] {
-            const int row = (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4;
-            for (u32 i = 0; i < NUM; i++)
-                add<B_ROW>(
-                    sums, accumulate || i > 0,
-                    [&](int r, int k) { return SIGN * element_of<T, A_ROW>(a + i * A_STEP, false, row + 8 * r, k); },
-                    b + i * B_STEP, B_ACROSS);
-        });
+    static void issue_ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {
+        const emulated_matrix in_a = {a, A_ROW, A_STEP}, in_b = {b, B_ROW, B_STEP};
+        issue({FORMAT, N, NUM, accumulate != 0, SIGN, true, B_ACROSS, in_a, in_b}, d, nullptr);
         wgmma_fence();
     }
-    template <int NUM, u32 B_ROW, u32 B_STEP, int SIGN>
-    static __attribute__((noinline)) void issue_rs(float (&d)[REGS], const u32 *a, u32 b) {
-        struct {
-            u32 lanes[4][16];
-        } quad; /* a row's elements lie in the four lanes of a quad */
-        float *sums = d;
-        const char *all = emulated_exchange(a, 16 * NUM);
-        for (u32 i = 0; i < 4; i++) memcpy(quad.lanes[i], all + 64 * (threadIdx.x % 32 / 4 * 4 + i), 16 * NUM);
-        __syncwarp();
-        add_product([=] {
-            for (u32 i = 0; i < NUM; i++)
-                add<B_ROW>(
-                    sums, true,
-                    [&](int r, int k) {
-                        float two[2];
-                        unpack_x2<T>(quad.lanes[k % 8 / 2][4 * i + r + 2 * (k / 8)], two[0], two[1]);
-                        return SIGN * two[k % 2];
-                    },
-                    b + i * B_STEP, true);
-        });
+    template <int NUM, u32 B_ROW, u32 B_STEP, int SIGN> static void issue_rs(float (&d)[REGS], const u32 *a, u32 b) {
+        issue({FORMAT, N, NUM, true, SIGN, false, true, {}, {b, B_ROW, B_STEP}}, d, a);
         wgmma_fence();
     }
 

@@ -59,6 +59,39 @@ template <class type> struct tensor_of {
 
 typedef tensor_of<element> tensor;
 
+/* The elements of a tensor in double. */
+struct numbers {
+    int h, d;
+    std::vector<double> data;
+
+    template <class type> explicit numbers(const tensor_of<type> &t) : h(t.h), d(t.d) {
+        data.reserve(t.data.size());
+        for (type x : t.data) data.push_back(cvt_f32(x));
+    }
+    const double *row(int i, int head) const { return &data[(size_t)((i * h + head) * d)]; }
+};
+
+typedef double two_numbers __attribute__((vector_size(16)));
+static two_numbers two_at(const double *from) {
+    two_numbers x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+/* Rows have a multiple of 8 elements. */
+static double dot(const double *x, const double *y, int num) {
+    two_numbers sums[4] = {};
+    for (int i = 0; i < num; i += 8)
+        for (int k = 0; k < 4; k++) sums[k] += two_at(x + i + 2 * k) * two_at(y + i + 2 * k);
+    sums[0] += sums[1] + sums[2] + sums[3];
+    return sums[0][0] + sums[0][1];
+}
+static void add_multiple(double *to, double factor, const double *row, int num) {
+    for (int i = 0; i < num; i += 2) {
+        const two_numbers sum = two_at(to + i) + factor * two_at(row + i);
+        memcpy(to + i, &sum, sizeof sum);
+    }
+}
+
 /* The keys that query row i of a sequence sees. */
 constexpr int WINDOW_LEFT = LOCAL ? 150 : -1, WINDOW_RIGHT = CAUSAL ? 0 : LOCAL ? 20 : -1;
 struct key_range {

@@ -70,9 +70,9 @@ def test_every_program_of_the_makefile_runs():
     assert sorted(listed) == sorted(sum(GPU_PROGRAMS.values(), []))
 
 
-def compile_emulation(object_file):
-    flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-I", CSRC]
-    run(*cached(tool("gcc")), *flags, "-c", ROOT / "tests" / "c" / "emulate_cuda.c", "-o", object_file)
+def compile_emulation(object_file, source="emulate_cuda.c", level="-O1"):
+    flags = ["-std=c11", level, "-Wall", "-Wextra", "-I", CSRC]
+    run(*cached(tool("gcc")), *flags, "-c", ROOT / "tests" / "c" / source, "-o", object_file)
 
 
 def scheduled_kernels():
@@ -161,10 +161,12 @@ def emulated_on_hopper(program, kernel, tmp_path, *more):
     given = [x.split("=")[0] for x in more]
     constants = [x for x in options if x.startswith("-D") and x.split("=")[0] not in given]
     c = ROOT / "tests" / "c"
-    compile_emulation(tmp_path / "engine.o")
+    objects = [tmp_path / "engine.o", tmp_path / "products.o"]
+    compile_emulation(objects[0])
+    compile_emulation(objects[1], "emulate_products.c", "-O3")
     compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", c]
     memory = [f"-Wl,--defsym={name}=memory+1024" for name in ("smem", "smem_bytes")]
-    files = [c / f"{program}.cpp", tmp_path / "engine.o", "-rdynamic", *memory, "-o", tmp_path / program]
+    files = [c / f"{program}.cpp", *objects, "-rdynamic", *memory, "-o", tmp_path / program]
     run(*compiler, "-I", tmp_path, *constants, *more, *files)
     return run(tmp_path / program)
 
