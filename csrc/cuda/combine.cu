@@ -28,8 +28,8 @@ constexpr int AT_ONCE = 8; /* parts */
 
 /* Where a thread works. */
 struct place {
-    long long row, b_idx;
-    int head, col;
+    long long row, b_idx, col;
+    int head;
 };
 
 /* 32 bits where they are enough, because a division of 64 bits takes 100 instructions. */
@@ -37,10 +37,11 @@ DEVICE place place_of(const fa_combine_params &p, int width) {
     const long long task = (long long)blockIdx.x * FA_COMBINE_THREADS + threadIdx.x;
     if (__builtin_expect(p.num_tasks >> 31, 0)) {
         const long long row = task / p.groups, of_heads = row / p.len;
-        return {row - of_heads * p.len, of_heads / p.h, (int)(of_heads % p.h), (int)(task - row * p.groups) * width};
+        return {row - of_heads * p.len, of_heads / p.h, (task - row * p.groups) * width, (int)(of_heads % p.h)};
     }
     const int row = divide((int)task, p.by_groups), of_heads = divide(row, p.by_len), b_idx = divide(of_heads, p.by_h);
-    return {row - of_heads * (int)p.len, b_idx, of_heads - b_idx * p.h, ((int)task - row * p.groups) * width};
+    const int group = (int)task - row * (int)p.groups;
+    return {row - of_heads * (int)p.len, b_idx, group * width, of_heads - b_idx * p.h};
 }
 
 /* exp(x) for x <= 0 and NaN, in few instructions and without branches. Results below 2^-126 are 0. */
@@ -78,20 +79,22 @@ template <int WIDTH> DEVICE void combine(const fa_combine_params &p) {
             if (part_lse[i] == INF) part_lse[i] = -INF;
             max = fmaxf(max, part_lse[i]);
             part[i] = group{};
-            if (part_lse[i] != -INF) part[i] = *(const group *)from;
+            if (part_lse[i] != -INF && p.has_columns) part[i] = *(const group *)from;
             from += p.stride_part;
         }
         const float base = max == -INF ? 0 : max;
         float weight[AT_ONCE];
         const float kept = sum * exp_of(before - base);
-        sum = kept;
+        float added = 0;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) sum += weight[i] = exp_of(part_lse[i] - base);
+        for (int i = 0; i < AT_ONCE; i++) added += weight[i] = exp_of(part_lse[i] - base);
+        sum = kept + added;
         /* The weights add up to 1, so that values near the largest float do not overflow. A weight of 0 may be an
-         * underflow: NaN in the part counts. */
+         * underflow: NaN in the part counts. Parts that add nothing leave exactly what is there. */
         const float scale = sum == 0 ? 0 : __fdividef(1, sum);
+        const float share = kept > added ? fmaf(-added, scale, 1) : kept * scale;
 #pragma unroll
-        for (int e = 0; e < WIDTH; e++) out[e] *= kept * scale;
+        for (int e = 0; e < WIDTH; e++) out[e] *= share;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
@@ -102,12 +105,13 @@ template <int WIDTH> DEVICE void combine(const fa_combine_params &p) {
         x = add_sink(x.lse, sink_of_row(p.sinks.values, p.sinks.shift, at.b_idx, at.head, at.row));
     else if (sum == 0)
         x.lse = p.empty_lse;
+    if (at.col == 0) p.lse[at.b_idx * p.lse_stride_to_b + at.head * p.lse_stride_to_h + at.row] = x.lse;
+    if (!p.has_columns) return;
     rounded to;
 #pragma unroll
     for (int e = 0; e < WIDTH; e++) to.x[e] = cvt<element>(out[e] * x.share);
     *(rounded *)((element *)p.out + at.b_idx * p.out_stride_b + at.row * p.out_stride_row + at.head * p.out_stride_h +
                  at.col) = to;
-    if (at.col == 0) p.lse[at.b_idx * p.lse_stride_to_b + at.head * p.lse_stride_to_h + at.row] = x.lse;
 }
 
 extern "C" __global__ void __launch_bounds__(FA_COMBINE_THREADS, 2) KERNEL(const fa_combine_params p) {

@@ -20,8 +20,8 @@ typedef struct {
     float empty_lse;
     int num_parts, h;
     int takes_four;                      /* Four columns at a time are aligned in all rows of out_partial and of out. */
-    int groups;                          /* of columns, in a row */
-    long long len, num_tasks;            /* A task is a group of columns of one row of one head. */
+    int has_columns;                     /* A row without columns still has an lse, and one group. */
+    long long len, groups, num_tasks;    /* groups: of columns, in a row. A task is a group of one row of one head. */
     fa_division by_groups, by_len, by_h; /* for fewer than 2^31 tasks */
     fa_cuda_sinks sinks;
 } fa_combine_params;

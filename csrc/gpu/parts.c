@@ -16,7 +16,8 @@ static bool takes_four(const fa_combination *c) {
 
 fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination *c, fa_error *err) {
     const bool four = takes_four(c);
-    const int64_t groups = four ? c->d / 4 : c->d;
+    const int64_t groups = c->d == 0 ? 1 : four ? c->d / 4 : c->d, num_tasks = c->b * c->h * c->len * groups;
+    const bool is_small = num_tasks > 0 && num_tasks <= INT32_MAX;
     const fa_combine_params a = {
         .out_partial = c->out_partial,
         .stride_part = c->stride_part,
@@ -36,14 +37,15 @@ fa_status fa_cuda_launch_combine(const fa_cuda_call *call, const fa_combination 
         .lse_stride_to_h = c->lse.stride_h,
         .empty_lse = c->empty_lse,
         .takes_four = four,
-        .groups = (int)groups,
+        .has_columns = c->d > 0,
+        .groups = groups,
         .num_parts = (int)c->num_parts,
         .h = (int)c->h,
         .len = c->len,
-        .num_tasks = c->b * c->h * c->len * groups,
-        .by_groups = fa_division_by(groups > 0 ? (unsigned)groups : 1),
-        .by_len = fa_division_by(c->len > 0 ? (unsigned)c->len : 1),
-        .by_h = fa_division_by(c->h > 0 ? (unsigned)c->h : 1),
+        .num_tasks = num_tasks,
+        .by_groups = fa_division_by(is_small ? (unsigned)groups : 1),
+        .by_len = fa_division_by(is_small ? (unsigned)c->len : 1),
+        .by_h = fa_division_by(is_small ? (unsigned)c->h : 1),
         .sinks = {fa_cuda_read_sinks(&c->sinks), fa_cuda_read_sink_rows(&c->sink_shift)},
     };
     const fa_variant variant = {FA_COMBINE, 0, fa_dtype_feature(c->dtype), call->gpu->capability, 0, NULL};

@@ -47,12 +47,13 @@ static void bring_results(fa_combination *c, bool at_end) {
     c->lse = (fa_row_stats){guarded_alloc((size_t)out_rows * 4, 4, at_end), c->h * c->len, c->len, 0};
 }
 
-static void check_case(bool at_end) {
-    fa_combination c = {.num_parts = 1 + below(at_end ? 4 : FA_MAX_PARTS),
+/* Sizes: many rows with few parts, or few rows. Some have no columns. */
+static void check_case(bool at_end, bool has_many_rows) {
+    fa_combination c = {.num_parts = 1 + below(at_end || has_many_rows ? 4 : FA_MAX_PARTS),
                         .b = 1 + below(2),
-                        .len = 1 + below(9),
+                        .len = 1 + below(has_many_rows ? 300 : 9),
                         .h = 1 + below(3),
-                        .d = 1 + below(70),
+                        .d = has_many_rows ? 100 + below(100) : below(70),
                         .dtype = (fa_dtype)below(3),
                         .empty_lse = below(2) ? INFINITY : -INFINITY};
     const bool takes_four = below(2); /* columns at a time */
@@ -61,7 +62,7 @@ static void check_case(bool at_end) {
     c.stride_b = c.stride_row * c.len;
     c.stride_part = c.stride_b * c.b;
     c.lse_stride_h = c.len + below(2), c.lse_stride_b = c.lse_stride_h * c.h, c.lse_stride_part = c.lse_stride_b * c.b;
-    const int64_t num_out = c.num_parts * c.stride_part - (c.stride_h - c.d);
+    const int64_t num_out = c.d == 0 ? 0 : c.num_parts * c.stride_part - (c.stride_h - c.d);
     const int64_t num_lse = c.num_parts * c.lse_stride_part - (c.lse_stride_h - c.len);
     float *parts = guarded_alloc((size_t)num_out * 4, takes_four ? 16 : 4, at_end),
           *lse = guarded_alloc((size_t)num_lse * 4, 4, at_end);
@@ -72,7 +73,7 @@ static void check_case(bool at_end) {
     if (has_nan) lse[c.b > 1 ? c.lse_stride_b : 1] = NAN;
     for (int64_t at = 0; at < c.num_parts * c.b * c.len * c.h; at++) {
         const int64_t head = at % c.h, row = at / c.h % c.len, b = at / c.h / c.len % c.b, i = at / c.h / c.len / c.b;
-        if (isinf(lse[i * c.lse_stride_part + b * c.lse_stride_b + head * c.lse_stride_h + row]))
+        if (c.d > 0 && isinf(lse[i * c.lse_stride_part + b * c.lse_stride_b + head * c.lse_stride_h + row]))
             parts[i * c.stride_part + b * c.stride_b + row * c.stride_row + head * c.stride_h] = NAN;
     }
     c.out_partial = parts, c.lse_partial = lse;
@@ -94,7 +95,7 @@ static void check_case(bool at_end) {
                               fabsf(c.lse.data[i] - on_gpu.lse.data[i]) < 1e-5f * (1 + fabsf(c.lse.data[i])));
     }
     assert_int_equal(num_nan, has_nan);
-    assert_true(c.lse.data[0] == c.empty_lse && fa_load_element(c.out.data, 0, c.dtype) == 0);
+    assert_true(c.lse.data[0] == c.empty_lse && (c.d == 0 || fa_load_element(c.out.data, 0, c.dtype) == 0));
     const double rounding = c.dtype == FA_BF16 ? 0x1p-7 : c.dtype == FA_F16 ? 0x1p-10 : 1e-5;
     for (int64_t i = 0; i < rows; i++)
         for (int64_t col = 0; col < c.d; col++) {
@@ -110,10 +111,46 @@ static void check_case(bool at_end) {
 
 static void test_combine(void **unused) {
     (void)unused;
-    for (int i = 0; i < 60; i++) check_case(i % 2);
+    for (int i = 0; i < 90; i++) check_case(i % 2, i % 3 == 0);
+}
+
+/* Short sequences have parts that see nothing behind those that see something. */
+static void test_parts_that_see_nothing_change_no_bit(void **unused) {
+    (void)unused;
+    enum { SEEN = 8, LEN = 200, D = 4 };
+    static float parts[FA_MAX_PARTS * LEN * D], lse[FA_MAX_PARTS * LEN], out[2][LEN * D], lse_out[2][LEN];
+    for (int64_t i = 0; i < FA_MAX_PARTS * LEN; i++) {
+        const bool is_seen = i < SEEN * LEN;
+        lse[i] = is_seen ? number() : -INFINITY;
+        for (int64_t col = 0; col < D; col++) parts[i * D + col] = is_seen ? number() : NAN;
+    }
+    for (int all = 0; all < 2; all++) {
+        const fa_combination c = {.num_parts = all ? FA_MAX_PARTS : SEEN,
+                                  .b = 1,
+                                  .len = LEN,
+                                  .h = 1,
+                                  .d = D,
+                                  .out_partial = parts,
+                                  .stride_part = LEN * D,
+                                  .stride_b = LEN * D,
+                                  .stride_row = D,
+                                  .stride_h = D,
+                                  .lse_partial = lse,
+                                  .lse_stride_part = LEN,
+                                  .lse_stride_b = LEN,
+                                  .lse_stride_h = LEN,
+                                  .dtype = FA_F32,
+                                  .out = {.data = out[all], .stride_b = LEN * D, .stride_row = D, .stride_h = D},
+                                  .lse = {lse_out[all], LEN, LEN, 0}};
+        fa_error err = {""};
+        if (fa_cuda_combine(&c, &err)) fail_msg("%s", err.text);
+    }
+    assert_memory_equal(out[0], out[1], sizeof out[0]);
+    assert_memory_equal(lse_out[0], lse_out[1], sizeof lse_out[0]);
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_combine)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_combine),
+                                       cmocka_unit_test(test_parts_that_see_nothing_change_no_bit)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

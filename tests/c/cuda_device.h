@@ -126,8 +126,9 @@ static CUresult launch(const CUlaunchConfig *config, CUfunction function, void *
         if (config->attributes[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
             shape.cluster = (unsigned)config->attributes[i].value[0];
     if (config->block_y * config->block_z != 1 || shape.grid_x % shape.cluster) return 1;
-    /* CTAs of generic kernels take turns. */
-    if (config->num_attributes == 0 && shape.grid_y == 1 && shape.grid_x > 60) shape.grid_x = 60;
+    /* CTAs of generic attention kernels take turns. */
+    if (config->num_attributes == 0 && shape.grid_y == 1 && shape.grid_x > 60 && shape.shared_bytes > 0)
+        shape.grid_x = 60;
     memcpy(&kernel, &function, sizeof kernel);
     emulate_launch(kernel, parameters[0], &shape);
     return 0;

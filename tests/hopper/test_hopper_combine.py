@@ -44,6 +44,14 @@ def test_combine(sizes, n, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_rows_without_columns_have_an_lse(device):
+    parts, lse = make(9, 2, 5, 3, 0)
+    out, total = flash_attn_combine(parts.to(device), lse.to(device))
+    assert out.shape == (2, 5, 3, 0)
+    torch.testing.assert_close(total.cpu(), torch.logsumexp(lse, 0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_an_infinite_lse_is_that_of_no_key(device):
     """flash_attn_func says +inf if there are no keys at all, and flash_attn 2 says +inf for every row without keys."""
     q, k, v = torch.randn(1, 9, 2, 32), torch.randn(1, 30, 2, 32), torch.randn(1, 30, 2, 32)
