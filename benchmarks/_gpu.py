@@ -14,13 +14,10 @@ Timing has these rules, and each writes a file of its own:
     sustained  One kernel runs alone, back to back for --sustained-seconds, without a flush. Before that it runs for a
                fifth of the time, uncounted. All kernels of a problem do so in random order, --sustained-runs times;
                each run is a row. A training job sees these figures, because the board's power lowers the clock.
-
-A third rule is for calls of few microseconds:
-
-    added      What a call adds to a stream: the time of ten flushes of the L2 with the call between them, less that of
-               the flushes alone, all in random order. With the rule "turns", an event lies between the flush and the
-               call. It keeps a kernel from being launched before the work ahead of it has ended, although kernels that
-               wait for that by themselves (programmatic dependent launch) are launched so in a model.
+    added      What a call adds to a stream. Ten flushes of the L2 run with the call between them, and ten without, in
+               random order. A figure is the difference. It is for calls of few microseconds. With the rule "turns", an
+               event lies between the flush and the call, so no kernel is launched before the flush has ended. In a
+               model such early launches save time (programmatic dependent launch).
 
 NVML gives the SM clock (the median of samples) and the board's watts (energy divided by time). It needs the package
 nvidia-ml-py. Without the package, or where NVML does not answer, these columns are empty and a line gives the reason.

@@ -7,7 +7,7 @@
  * parts, and adds them up relative to the largest lse so far, as attention itself does. Threads share nothing, so a
  * row of up to eight parts waits for memory twice.
  *
- * What binds is latency: 3 us for few rows, most of it the launch and loading cold machine code.
+ * What binds for few rows is latency (measurements/decode.md, Few work tiles).
  *
  * Specification: ../cpu/combine.c. */
 #include "combine_params.h"

@@ -265,7 +265,7 @@ static choice choose_row(const fa_problem *p, unsigned features, int sms, const 
         if (why_not_row(p, row, features)) continue;
         if (!(features & FA_FLEX) && !family->chooses(row, features)) continue; /* as the lists of kernels say */
         choice other = {.row = row};
-        const double cost = known ? row != known->row : cost_of(p, t, sms, &other.tiles);
+        const double cost = known ? 0 : cost_of(p, t, sms, &other.tiles);
         const bool is_better = known ? row == known->row : cost < least;
         if (plan)
             fa_rule_out(plan, family->rows[is_better ? best.row : row].name,
