@@ -364,7 +364,8 @@ def test_a_call_with_options_finds_its_prebuilt_kernels(way, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_call_finds_its_prebuilt_kernels(dtype, tmp_path):
-    """The call finds all of its kernels in the folder, and loads all that are there."""
+    """The call finds all of its kernels in the folder, and loads all that are there. A wheel may bring plain ones."""
     prebuilt = files_after(PREBUILT, "meta", dtype, folder=tmp_path / "ahead")
-    assert len(prebuilt) >= 6 and files_after(PREBUILT, "cuda", dtype, folder=tmp_path / "ahead") == prebuilt
+    of_mods = [name for name in prebuilt if "_flex_" in name]
+    assert len(of_mods) >= 4 and files_after(PREBUILT, "cuda", dtype, folder=tmp_path / "ahead") == prebuilt
     assert files_after(PREBUILT, "cuda", dtype, folder=tmp_path / "at first use").keys() == prebuilt.keys()
