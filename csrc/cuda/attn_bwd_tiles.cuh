@@ -34,7 +34,7 @@ struct step_place {
 };
 template <bool IS_GROUPED = true> DEVICE step_place place_of_step(const params &p, int q_end, int step) {
     if (!IS_GROUPED) return {q_end - 1 - step, 0};
-    const int before = __umulhi(2 * step, p.heads_inverse); /* step / heads_per_tile */
+    const int before = __umulhi(2u * step, p.heads_inverse); /* step / heads_per_tile */
     return {q_end - 1 - before, step - before * p.heads_per_tile};
 }
 
