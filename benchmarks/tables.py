@@ -447,6 +447,7 @@ TABLES = {
     "packed": packed,
     "peers": peers,
     "beside": partial(beside, "peers_<device>.csv", "In turns"),
+    "beside, H200": partial(beside, "peers_NVIDIA_H200.csv", "In turns"),
     "beside, added": partial(beside, "peers_added_<device>.csv", "Added to a stream"),
     "decode": decode,
     "decode, in turns": decode_turns,
