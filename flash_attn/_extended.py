@@ -32,7 +32,7 @@ from flash_attn._ops import (
     without_second_derivative,
 )
 from flash_attn._remembered import remembered
-from flash_attn._sinks import add_sinks, gradient_of_sinks
+from flash_attn._sinks import add_sinks, gradient_of_sinks, without_rows_behind
 from flash_attn._transforms import Rule, transformed
 from flash_attn.flex import attention as flex
 from flash_attn.flex import graph
@@ -410,6 +410,8 @@ def attend(
         if shift is not None:
             lse = lse + of_rows if return_lse else None
             max_scores = max_scores + shift if return_max_logits else None
+    if return_lse and lengths and sinks is not None:
+        lse = without_rows_behind(lse, lengths[0])
     results = [out, *([lse] if return_lse else [])]
     if return_max_logits:
         results.append(max_logits_of(max_scores))

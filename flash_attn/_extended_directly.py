@@ -19,6 +19,7 @@ from flash_attn import _extended
 from flash_attn._dispatch import transforms_are_active
 from flash_attn._ops import is_freed
 from flash_attn._remembered import remembered
+from flash_attn._sinks import without_rows_behind
 from flash_attn.flex import attention as flex
 from flash_attn.flex import options as mods
 from flash_attn.flex.block_mask import LISTS, find_blocks
@@ -403,7 +404,8 @@ def attend(
         out, lse = _extended.record(way, (out, lse, call.tensors()), sinks, q, k, v, *tensors)
     results = [out]
     if return_lse:
-        results.append(lse if of_rows is None else lse + (of_rows.squeeze(0) if is_packed else of_rows))
+        lse = lse if of_rows is None else lse + (of_rows.squeeze(0) if is_packed else of_rows)
+        results.append(without_rows_behind(lse, lengths[0]) if is_packed and sinks is not None else lse)
     return tuple(results + rest) if return_lse or rest else out
 
 

@@ -38,6 +38,12 @@ def add_sinks(out, lse, sinks, shift=None):
     return with_sink
 
 
+def without_rows_behind(lse, cu_seqlens_q):
+    """lse ``[h, rows]`` of packed sequences with sinks: rows that belong to no sequence have no sink, and get -inf."""
+    rows = torch.arange(lse.shape[-1], device=lse.device)
+    return torch.where(rows < cu_seqlens_q[-1], lse, -INF)
+
+
 def gradient_of_sinks(sinks, out, lse, dout, dlse, softmax_d=None, shift=None, cu_seqlens_q=None):
     """The sum over rows of ``exp(sink - lse') (dlse' - dout'.out')``.
 

@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import math
+import operator
 import sys
 import types
 
@@ -39,6 +40,11 @@ from .values import (
 INDICES = ("b", "h", "q_idx", "kv_idx")
 FUNCTIONS = torch.autograd.function.__file__  # no place in a mod
 CONTAINERS = (tuple, list, dict, collections.OrderedDict)  # of which the copy sees a tuple, a list or a dict
+ASKS_IDENTITY = {"id": id, "is_": operator.is_, "is_not": operator.is_not}
+
+
+class IdentityAsked(BaseException):
+    """The mod asks whether two values are one object. No ``except Exception`` of a mod must catch this."""
 
 
 class Program:
@@ -123,7 +129,10 @@ def program_of(mod, score=None):
     if found is not None:
         return found
     num_traces += 1
-    program, tensors, numbers = Trace(mod, score).run()
+    try:
+        program, tensors, numbers = Trace(mod, score).run()
+    except IdentityAsked:
+        program, tensors, numbers = Trace(mod, score, asks_identity=True).run()
     if not program.holds_once:
         known = _programs_of(getattr(mod, "__code__", None) or type(mod), score)
         known.insert(0, program)
@@ -132,8 +141,13 @@ def program_of(mod, score=None):
 
 
 class Trace:
-    def __init__(self, mod, score):
-        self.mod, self.score = mod, score
+    """One trace of a mod. With ``asks_identity`` one object has one stand-in, so that ``is`` answers as in the mod, and
+    other mods must have the same values in common. Few mods ask, and without it a mod whose values come from the same
+    place today may have different ones tomorrow.
+    """
+
+    def __init__(self, mod, score, asks_identity=False):
+        self.mod, self.score, self.asks_identity = mod, score, asks_identity
         self.steps, self.builder = Steps(mod), Builder()
         self.captures, self.params = [], []  # numbers of steps
         self.created = {}  # tensors that torch made while the mod ran, by id
@@ -141,6 +155,7 @@ class Trace:
         self._codes, self._shared = set(), {}  # by id of a value: its number, and what the copy of the mod sees
         self._classes = []  # (number of a class or of an instance, function of it that gives the class)
         self._instances = []  # numbers of objects whose class the mod may ask for
+        self._compared = []  # numbers of values whose stand-ins the mod may compare by `is`
         self.grad_mode = torch.is_grad_enabled()
 
     def run(self):
@@ -168,6 +183,7 @@ class Trace:
         if self.score is not None:  # the new score has the type of the old one
             node, dtype = self.builder.cast(node, self.score), self.score
         self._guard_classes()
+        self._guard_identity()
         program = Program(self, node, dtype)
         bound = [tuple(self.steps.values[i] for i in places) for places in program.places]
         self.steps.finish(*program.places)
@@ -220,6 +236,16 @@ class Trace:
 
     def wrap(self, number):
         """Returns what the copy of the mod shall see instead of a value."""
+        if not self.asks_identity:
+            return self._stand_in(number)
+        value = self.steps.values[number]
+        self._compared.append(number)
+        if id(value) not in self._shared:  # a function is there before its copy is complete
+            seen = self._stand_in(number)
+            self._shared.setdefault(id(value), (number, seen))
+        return self._again(number, value)
+
+    def _stand_in(self, number):
         value = self.steps.values[number]
         self.steps.guard(number, kind)
         if isinstance(value, torch.Tensor):
@@ -247,6 +273,8 @@ class Trace:
             return self._object(number, value) if isinstance(value, types.ModuleType) else self._class(number, value)
         if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not is_constant(value):
             self.holds_once = True
+        if isinstance(value, types.BuiltinFunctionType) and value in ASKS_IDENTITY.values():
+            self._need_identity()
         if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
             return value
         if isinstance(value, (torch.nn.Module, types.SimpleNamespace)) or type(value).__flags__ & (1 << 9):
@@ -313,6 +341,17 @@ class Trace:
             elif found:
                 self.steps.guard(number, lambda value, class_of=class_of: found_in(class_of(value), names))
 
+    def _guard_identity(self):
+        """Other mods must have one object in the same places, and different ones in the same places."""
+        numbers = tuple(self._compared)
+
+        def first_places(values):
+            first = {}
+            return tuple(first.setdefault(id(values[number]), number) for number in numbers)
+
+        if self.asks_identity:
+            self.steps.guard(self.steps.add(first_places), itself)
+
     def _copy(self, number, function):
         code = function.__code__
         if function.__module__ and function.__module__.split(".")[0] == "torch" and not function.__closure__:
@@ -348,8 +387,11 @@ class Trace:
         return copy
 
     def _check_instructions(self, code):
+        asks, before = not ASKS_IDENTITY.keys().isdisjoint(code.co_names), ""
         for instruction in dis.get_instructions(code):
             name = instruction.argval
+            asks |= instruction.opname == "IS_OP" and before != "LOAD_CONST"  # None and the like are seen as they are
+            before = instruction.opname
             if instruction.opname == "MATCH_CLASS":
                 raise NotImplementedError(
                     "a mod must not match classes, because objects of the tracer stand for its values; use isinstance: "
@@ -357,6 +399,12 @@ class Trace:
                 )
             if instruction.opname == "IMPORT_NAME" and name.split(".")[0] not in CONSTANT:
                 self.holds_once = True
+        if asks:
+            self._need_identity()
+
+    def _need_identity(self):
+        if not self.asks_identity:
+            raise IdentityAsked
 
     # ---- captures and parameters -----------------------------------------------------------------------------------
 

@@ -275,13 +275,10 @@ class Object:
         if name == "__class__":
             return type(trace.steps.values[number])
         try:
-            found = trace.child(number, "getattr({0}, {1})", name)
+            return trace.child(number, "getattr({0}, {1})", name)
         except AttributeError:  # a later one may have it
             trace.steps.guard(number, _has(name))
             raise
-        if isinstance(found, types.MethodType):
-            return types.MethodType(found.__func__, self)
-        return found
 
     def __setattr__(self, name, value):
         object.__getattribute__(self, "_trace").fail(f"a mod must not set the attribute {name}")

@@ -5,6 +5,7 @@ import enum
 import fractions
 import functools
 import math
+import operator
 import os
 import random
 import sys
@@ -207,6 +208,128 @@ def test_a_global_that_hides_a_builtin_is_seen(monkeypatch):
     assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
     monkeypatch.setitem(globals(), "abs", lambda x: x)
     assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(lambda b, h, q, k: q - k <= 2, (1, 1, 9, 9)))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "float", "object", "function", "function of operator"])
+def test_a_mod_may_ask_whether_two_values_are_one(kind):
+    """Dynamo guards such a question. Mods with one value and with two values are two programs, in any order."""
+    same = operator.is_
+
+    def mod_of(q_doc, k_doc):
+        if kind == "function of operator":
+            return lambda b, h, q, k: q >= k if same(q_doc, k_doc) else k > q
+        return lambda b, h, q, k: q >= k if q_doc is k_doc else k > q
+
+    makes = {
+        "tensor": lambda: torch.zeros(9),
+        "list": lambda: [torch.zeros(9)],
+        "float": lambda: float("2.5"),
+        "object": types.SimpleNamespace,
+        "function": lambda: eval("lambda: None"),
+        "function of operator": lambda: torch.zeros(9),
+    }
+    x, y = (makes[kind]() for _ in range(2))
+
+    def run():
+        for pair in ((x, y), (x, x), (y, y), (y, x)):
+            assert torch.equal(evaluated(mod_of(*pair), (1, 1, 9, 9)), expected(mod_of(*pair), (1, 1, 9, 9)))
+
+    assert traces(run) == 2
+
+
+def test_a_question_of_identity_amid_a_mod():
+    """It is found when the mod runs, and no `except` of the mod catches it."""
+
+    class Sides:
+        def __init__(self, q_doc, k_doc):
+            self.q_doc, self.k_doc = q_doc, k_doc
+
+        def are_one(self):
+            return self.q_doc is self.k_doc
+
+    def mod_of(sides):
+        def mod(b, h, q, k):
+            try:
+                is_causal = sides.are_one()
+            except Exception:
+                is_causal = None
+            return q >= k if is_causal else k > q
+
+        return mod
+
+    x, y = torch.zeros(9), torch.ones(9)
+    for pair in ((x, x), (x, y), (y, y)):
+        mod = mod_of(Sides(*pair))
+        assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+
+
+class Near:
+    def __init__(self, reach):
+        self.reach = reach
+
+    def sees(self, b, h, q, k):
+        return q - k <= self.reach
+
+    @classmethod
+    def widest(cls):
+        return cls.most
+
+    most = 1
+
+
+class Around:
+    """Holds a method of another object, or shadows what a method of its class reads."""
+
+    reach, most = 7, 7
+
+    def __init__(self, inner):
+        self.inner, self.sees = inner, inner.sees
+
+    def __call__(self, b, h, q, k):
+        return self.sees(b, h, q, k)
+
+
+class Shadowed(Near):
+    def __init__(self):
+        self.most = 7
+
+    def sees(self, b, h, q, k):
+        return q - k <= self.widest()
+
+
+def test_a_method_keeps_its_object():
+    around = Around(Near(2))
+    mods = [around, around.__call__, around.sees, lambda b, h, q, k: around.sees(b, h, q, k), Shadowed().sees]
+    for mod in mods:
+        assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+
+    def run():
+        for reach in range(5):
+            mod = Around(Near(reach))
+            assert torch.equal(evaluated(mod, (1, 1, 9, 9)), expected(mod, (1, 1, 9, 9)))
+
+    assert traces(run) <= 1
+
+
+def test_the_gradient_of_a_module_in_another_module():
+    class Slope(torch.nn.Module):
+        def __init__(self, slope, score=None):
+            super().__init__()
+            self.slope, self.other = torch.nn.Parameter(torch.tensor(slope)), score
+
+        def score(self, score, b, h, q, k):
+            return score + self.slope * k
+
+        def forward(self, *x):
+            return self.other(*x)
+
+    inner = Slope(0.5)
+    outer = Slope(9.0, inner.score)
+    x = torch.randn(3, 1, 1, 9, 8, generator=torch.Generator().manual_seed(0))
+    flex_attention(*x, outer).sum().backward()
+    wanted = Slope(0.5)
+    flex_attention(*x, wanted.score).sum().backward()
+    assert outer.slope.grad is None and inner.slope.grad.item() == wanted.slope.grad.item() != 0
 
 
 def test_a_tensor_made_in_the_mod_is_made_for_each_call():
