@@ -99,8 +99,8 @@ INLINE vec vec_set_bits(uint32_t bits) {
     EACH_LANE OF(r) = FLOATS(OF(zero) | bits);
     return r;
 }
-/* NOTE: vec_set computes x - 0. Without optimisation this turns a signaling NaN into a quiet NaN. A word of two bf16 looks
- * like a signaling NaN if its odd element is infinite and its even element is not 0. */
+/* NOTE: vec_set computes x - 0. Without optimisation this turns a signaling NaN into a quiet NaN. A word of two bf16
+ * looks like a signaling NaN if its odd element is infinite and its even element is not 0. */
 INLINE vec vec_broadcast(const float *word) {
     return WORD_ELEMS == 1 ? vec_set(*word) : vec_set_bits(fa_bits_of(*word));
 }
