@@ -159,19 +159,21 @@ INLINE void product_last_rows(product_epilogue EPILOGUE, int VECS, const product
         }
 }
 
-/* C *= alpha, for the lanes of one vector. */
-INLINE void rescale_lanes(const product_args *p, int lane) {
-    const vec alpha = vec_load(p->alpha + lane);
-    if (!mask_any(vec_lt(alpha, vec_set(1.0f)))) return;
-    for (int64_t row = 0; row < p->rows; row++) {
-        float *c = p->c + row * p->c_stride + lane;
-        vec_store(c, vec_mul(vec_load(c), alpha));
+/* C *= alpha */
+INLINE void rescale(const product_args *p) {
+    for (int lane = 0; lane < p->num_vecs * TILE; lane += TILE) {
+        const vec alpha = vec_load(p->alpha + lane);
+        if (!mask_any(vec_lt(alpha, vec_set(1.0f)))) continue;
+        for (int64_t row = 0; row < p->rows; row++) {
+            float *c = p->c + row * p->c_stride + lane;
+            vec_store(c, vec_mul(vec_load(c), alpha));
+        }
     }
 }
 
 INLINE void product(product_epilogue epilogue, const product_args *p) {
     const product_epilogue EPILOGUE = epilogue == PRODUCT_RESCALE ? PRODUCT_ADD : epilogue;
-    for (int u = 0; u < p->num_vecs && epilogue == PRODUCT_RESCALE; u++) rescale_lanes(p, u * TILE);
+    if (epilogue == PRODUCT_RESCALE) rescale(p);
     tiles_read(p->a);
     tiles_read(p->b);
     tiles_read(p->c);
@@ -263,15 +265,13 @@ OUTLINE void product_finish(product_queue *q) {
 /* Requests a product that may be computed at any time until product_finish. A, B and C must not change until then. The
  * queue takes products of whole register blocks. Other products are computed now. */
 OUTLINE void product_later(product_queue *q, product_epilogue epilogue, const product_args *p) {
-    if (epilogue == PRODUCT_RESCALE)
-        for (int u = 0; u < p->num_vecs; u++) rescale_lanes(p, u * TILE);
-    if (epilogue == PRODUCT_RESCALE) epilogue = PRODUCT_ADD;
     const bool whole = p->rows % (2 * TILE) == 0 && p->num_words % TILE == 0 && p->num_vecs % 2 == 0;
     if (!whole || q->count == QUEUED_PRODUCTS) {
         product_finish(q); /* the product below needs the tiles */
         product(epilogue, p);
         return;
     }
+    if (epilogue == PRODUCT_RESCALE) rescale(p), epilogue = PRODUCT_ADD;
     tiles_read(p->a);
     q->epilogues[q->count] = epilogue;
     q->jobs[q->count++] = *p;
