@@ -246,6 +246,7 @@ class Trace:
         return self._again(number, value)
 
     def _stand_in(self, number):
+        """A new stand-in for a value. Modules, types and the like stand for themselves."""
         value = self.steps.values[number]
         self.steps.guard(number, kind)
         if isinstance(value, torch.Tensor):
