@@ -451,7 +451,7 @@ TABLES = {
     "beside, added": partial(beside, "peers_added_<device>.csv", "Added to a stream"),
     "decode": decode,
     "decode, in turns": decode_turns,
-    "prompts": prompts_of("prompts_<device>.csv", "ours", "FA3", "FlashAttention-3"),
+    "prompts": prompts_of("prompts_NVIDIA_H200.csv", "ours", "FA3", "FlashAttention-3"),
     "prompts before Hopper": prompts_of("prompts_sm80_<device>.csv", "sm80", "generic", "the generic kernels"),
     "few queries": few_queries,
     "other shapes": shapes,

@@ -27,10 +27,14 @@ def _is_common(name, own, number, generation):
         return False
     # Dense calls of few work tiles read their keys as a cache.
     of_few_tiles = generation == 2 and re.fullmatch(r"attn_fwd_sm90_\w+_d\d+_q\d+kv\d+_cache", name)
-    of_prompts = "_causal" in name and not (generation == 2 and re.search(r"_d\d+v", name))
+    # A wheel of flash_attn_3 has no room for caches of 64 columns whose values have 256.
+    of_prompts = "_causal" in name and not re.search(r"_d\d+v" if generation == 2 else r"_d64v256", name)
     if "_cache" in name and not (of_few_tiles or of_prompts):
         return False
     if "_single" in name:
+        return False
+    # Short pages of the widest heads are rare, and flash_attn_3's wheel has room for those of 128 columns alone.
+    if "_whole" in name and not re.search(r"_d128_" if generation == 3 else r"_d(128|256)_", name):
         return False
     # A wheel has no room for packed sequences of rarer head dimensions, and of up to 64 tokens at the wider ones.
     if own and "_varlen" in name and re.search(r"_sm90_\w+_(d(48|112|160)_|d(128|192|256)_q64)", name):

@@ -256,6 +256,47 @@ def test_pages_agree_with_packed_keys(d, page):
     torch.testing.assert_close(spoilt, got, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("page", (8, 16, 40))
+@pytest.mark.parametrize("d", (128, 192, 256))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_whole_keys_in_every_layout_of_pages(page, d, dtype):
+    """Pages lie side by side, with heads first, as pages of K and V in turns, or a row apart. The last are loaded chunk
+    by chunk, with the same products. Beyond the keys, and in pages that no table names, lies NaN."""
+    torch.manual_seed(0)
+    lengths, h, h_kv = (1500, 0, 333), 8, 2
+    pool, table = pages_of(lengths, page, h_kv, d, dtype)
+    for x in pool:
+        for row, length in zip(table, lengths):
+            if length % page:
+                x[int(row[length // page]), length % page :] = math.nan
+    q = torch.randn(3, 300, h, d).to(dtype)
+    used = torch.tensor(lengths, dtype=torch.int32)
+    options = {"cache_seqlens": used.cuda(), "block_table": table.cuda(), "causal": True, "num_splits": 1}
+    shape = pool[0].shape
+    in_turns = torch.stack(pool, dim=1).cuda()
+    room = [torch.full((shape[0], page + 1, *shape[2:]), math.nan, dtype=dtype, device="cuda") for _ in pool]
+    for to, x in zip(room, pool):
+        to[:, :page] = x.cuda()
+    layouts = {
+        "side by side": [x.cuda() for x in pool],
+        "heads first": [x.transpose(1, 2).contiguous().cuda().transpose(1, 2) for x in pool],
+        "in turns": [in_turns[:, 0], in_turns[:, 1]],
+        "a row apart": [x[:, :page] for x in room],
+    }
+    outs = {}
+    for name, (k, v) in layouts.items():
+        plan = explain(flash_attn_with_kvcache, q.cuda(), k, v, **options)
+        assert plan.kernel.endswith("_cache" if name == "a row apart" else "_cache_whole"), name
+        outs[name] = flash_attn_with_kvcache(q.cuda(), k, v, **options)
+    for name, out in outs.items():
+        assert torch.equal(out, outs["side by side"]), name
+    for n, length in enumerate(lengths):
+        k, v = keys_of(pool, table[n], length)
+        ref, _ = attention(*(x.double() for x in (q[n], k, v)), causal=True)
+        plain, _ = attention(q[n], k, v, causal=True)
+        check("out", out[n].cpu(), ref, plain, scale=max(largest(ref), size_of_values(v)) if length else None)
+
+
 @pytest.mark.parametrize("page", (1, 2, 12, 100))
 @pytest.mark.parametrize("d", (40, 64, 80, 96, 128, 160, 192, 256))
 def test_copies_of_pages_agree_with_single_keys(d, page):

@@ -363,6 +363,39 @@ def test_few_queries_read_single_keys_and_many_read_copies(plan, d, page):
         assert (int(workspace) > 2 * 2 * 7900 * 8 * d * 2) == has_copies
 
 
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [
+        ({}, "_cache_whole"),
+        ({"page": 8}, "_cache_whole"),
+        ({"page": 24}, "_cache_whole"),
+        ({"page": 48}, "_cache_whole"),
+        ({"page": 32}, "_cache"),
+        ({"page": 256}, "_cache"),
+        ({"page": 12}, "_cache"),  # which reads copies
+        ({"d": 256}, "_cache_whole"),
+        ({"d": 192}, "_cache_whole"),
+        ({"d": 192, "d_v": 128}, "_cache_whole"),
+        ({"d": 64, "d_v": 128}, "_cache_whole"),
+        ({"d": 64}, "_cache"),  # one chunk of columns
+        ({"d": 96}, "_cache"),
+        ({"d": 120}, "_cache"),
+        ({"d": 128, "d_v": 64}, "_cache"),
+        ({"between": 16}, "_cache_whole"),  # pages of K and V in turns
+        ({"between": 1}, "_cache"),
+        ({"between": -8}, "_cache"),
+    ],
+)
+def test_short_pages_are_loaded_with_whole_keys(plan, changes, ends):
+    x = {"d": 128, "page": 16, "between": 0} | changes
+    d, page = x["d"], x["page"]
+    far = 4 * d * (page + x["between"])  # from a page to the next one; rows are 4 d apart
+    sizes = {"h": 32, "h_kv": 8, "used": 1, "right": 0, "sms": 132, "pages": 16384 // page, "cols": 8192 // page}
+    shape = {"len_q": 2048, "page": page, "d": d, "d_v": x.get("d_v", d)}
+    kernel = plan(**sizes, **shape, k_batch=far, v_batch=far).split()[0]
+    assert re.fullmatch(rf"attn_fwd_sm90_bf16_\w*_causal{ends}", kernel)
+
+
 @pytest.mark.parametrize("page", (1, 16))
 def test_the_decode_kernel_takes_what_the_forward_cannot_count(plan, page):
     """The forward counts the keys of all sequences in 32 bits. The decode kernel does not leave it more."""

@@ -18,7 +18,7 @@ from flash_attn._variants import choose
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 NAME = re.compile(
     r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+"
-    r"(_causal|_local)?(_varlen)?(_score)?(_cache(?:_single)?)?(_dropout)?(_alibi)?"
+    r"(_causal|_local)?(_varlen)?(_score)?(_cache(?:_single|_whole)?)?(_dropout)?(_alibi)?"
 )
 DTYPES = ("bf16", "fp16")
 HELPER = re.compile(
@@ -77,14 +77,16 @@ def test_every_kernel_has_a_name_and_a_row():
     options = [o for o in of_fwd if not o[3]]
     alone = [(*o[:5], "_alibi") for o in options if not (o[2] or o[4])]
     wanted = ("64", "80", "96", "112", "128", "192", "256")
+    whole = [(*o[:3], "_cache_whole", *o[4:]) for o in of_fwd if o[3] == "_cache"]
     fwd = {("fwd", t, d, None, *o) for t in DTYPES for d in wanted for o in of_fwd}
+    fwd |= {("fwd", t, d, None, *o) for t in DTYPES for d in ("128", "192", "256") for o in whole}
     fwd |= {("fwd", t, "160", None, *o) for t in DTYPES for o in of_fwd if not o[3]}
     fwd |= {("fwd", t, d, None, *o) for t in DTYPES for d in ("32", "48") for o in of_fwd if not (o[3] or o[4])}
     bwd = {("bwd", t, d, None, *o) for t in DTYPES for d in ("32", "48", *wanted[:5]) for o in options + alone}
     wide = {("bwd_wide", t, d, None, *o) for t in DTYPES for d in ("160", "192", "256") for o in options}
     plain = [o for o in options if not o[4]]  # v of another width is never dropped
     widths = ("64", "v128"), ("64", "v256"), ("192", "v128")
-    fwd |= {("fwd", t, *d, *o) for t in DTYPES for d in widths for o in of_fwd if not o[4]}
+    fwd |= {("fwd", t, *d, *o) for t in DTYPES for d in widths for o in of_fwd + whole if not o[4]}
     wide |= {("bwd_wide", t, "192", "v128", *o) for t in DTYPES for o in plain}
     fp8 = {("fwd_fp8", "e4m3", d, None, *o) for d in ("64", "128", "192", "256") for o in plain}
     assert found == fwd | bwd | wide | fp8

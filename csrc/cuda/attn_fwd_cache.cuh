@@ -59,12 +59,13 @@ struct cached_keys {
         find_box(p, key_tile);
     }
     /* The producers ask for a box one step ahead, because page numbers come from memory. A box without a key that is in
-     * use lies outside its page, and brings zeros. A page number that no page has counts as the last page's. */
+     * use lies outside its page, with WHOLE_KEYS behind all pages, and brings zeros. A page number that no page has
+     * counts as the last page's. */
     DEVICE void find_box(const params &p, int key_tile) {
         const int in_tile = threadIdx.x % 32 * p.cache.box, key = key_tile * BLOCK_KV + in_tile, row = first + key;
         box = {row_of_cache, row};
         if (key_tile < 0 || in_tile >= BLOCK_KV || key >= len_kv)
-            box = {0, p.cache.page_size};
+            box = WHOLE_KEYS ? key_box{p.cache.num_pages, 0} : key_box{0, p.cache.page_size};
         else if (p.cache.block_table) {
             const int idx = row / p.cache.page_size;
             const int page = p.cache.block_table[row_of_cache * p.cache.table_stride + idx];

@@ -13,23 +13,25 @@ static_assert(PRODUCER_REGS + WGS * CONSUMER_REGS <= (WGS + 1) * LAUNCH_REGS, "a
 
 /* S = Q K^T for the 64 rows of a warpgroup. T is `element`. wgmma contracts 32 bytes at a time. */
 template <class T> DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {
-    constexpr u32 high = matrix_descriptor_high(ROW_BYTES), step = matrix_descriptor_bytes(32);
+    constexpr u32 q_high = matrix_descriptor_high(ROW_BYTES), step = matrix_descriptor_bytes(32),
+                  k_high = matrix_descriptor_high(ROW_BYTES, GROUP_BYTES_QK);
     constexpr bool BY_4 = T::BYTES == 2 && ROW_BYTES == 128; /* A whole chunk of columns is four products. */
     constexpr int IN_CHUNKS = BY_4 ? D_QK / CHUNK * CHUNK : 0, CONTRACTED = 32 / T::BYTES;
-    const auto matrix_at = [](int k, int rows) {
-        return matrix_descriptor_bytes(k / CHUNK * rows * ROW_BYTES + k % CHUNK * T::BYTES);
+    const auto matrix_at = [](int k, int chunk_bytes) {
+        return matrix_descriptor_bytes(k / CHUNK * chunk_bytes + k % CHUNK * T::BYTES);
     };
+    constexpr int OF_Q = BLOCK_Q * ROW_BYTES;
     wgmma_fence();
     if constexpr (BY_4) {
 #pragma unroll
         for (int k = 0; k < IN_CHUNKS; k += CHUNK)
-            wgmma<BLOCK_KV, T>::template ss_4<high, high, step, step>(S, q_desc + matrix_at(k, BLOCK_Q),
-                                                                      k_desc + matrix_at(k, BLOCK_KV), k > 0);
+            wgmma<BLOCK_KV, T>::template ss_4<q_high, k_high, step, step>(S, q_desc + matrix_at(k, OF_Q),
+                                                                          k_desc + matrix_at(k, CHUNK_BYTES), k > 0);
     }
 #pragma unroll
     for (int k = IN_CHUNKS; k < D_QK; k += CONTRACTED)
-        wgmma<BLOCK_KV, T>::template ss<high, high>(S, q_desc + matrix_at(k, BLOCK_Q), k_desc + matrix_at(k, BLOCK_KV),
-                                                    k > 0);
+        wgmma<BLOCK_KV, T>::template ss<q_high, k_high>(S, q_desc + matrix_at(k, OF_Q),
+                                                        k_desc + matrix_at(k, CHUNK_BYTES), k > 0);
     wgmma_commit_group();
 }
 

@@ -54,6 +54,7 @@ typedef struct {
     /* With SINGLE_KEYS, in place of the maps of K and V: */
     fa_attn_fwd_rows k, v;
     fa_division by_page_size;
+    int page_groups[2]; /* with WHOLE_KEYS: groups of 8 keys from a page to the next one, of K and of V */
 } fa_attn_fwd_cache;
 
 /* row / rows is row * FA_ROWS_INVERSE(rows) / 2^16, for rows of a work tile. */

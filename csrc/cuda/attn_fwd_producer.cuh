@@ -73,13 +73,20 @@ DEVICE void load(element *dst, const fa_tensor_map *map, u64 *full, int row, int
         cp_async_bulk_tensor_load(dst + c * ROWS * CHUNK, map, full, c * CHUNK, row, head, batch, l2_policy);
 }
 
-/* The same for the keys of a key tile in a cache. Each lane loads the keys of its box. Whole warp. */
-template <int CHUNKS>
+/* The same for the keys of a key tile in a cache. Each lane loads the keys of its box, chunk by chunk or whole. Whole
+ * warp. */
+template <int CHUNKS, bool IS_V>
 DEVICE void load_boxes(const params &p, element *dst, const fa_tensor_map *map, u64 *full, const cached_keys &keys) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) mbarrier_arrive_expect_tx(full, BLOCK_KV * CHUNKS * ROW_BYTES);
     __syncwarp();
     if (lane * p.cache.box >= BLOCK_KV) return;
+    if (WHOLE_KEYS) {
+        const int group = keys.box.page * p.cache.page_groups[IS_V] + keys.box.row / 8;
+        cp_async_bulk_tensor_load(dst + lane * p.cache.box * CHUNKS * CHUNK, map, full, 0, 0, 0, group, keys.head,
+                                  L2_EVICT_LAST);
+        return;
+    }
     dst += lane * p.cache.box * CHUNK;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
@@ -121,7 +128,7 @@ template <cache_share SHARE> struct cache_loader {
         keys.begin(p, t, key_tile);
     }
     DEVICE void load(const params &p, shared_memory &smem, int stage, int next) {
-        load_boxes<CHUNKS>(p, stage_of(smem, stage), IS_V ? &p.v : &p.k, full_of(smem, stage), keys);
+        load_boxes<CHUNKS, IS_V>(p, stage_of(smem, stage), IS_V ? &p.v : &p.k, full_of(smem, stage), keys);
         keys.find_box(p, next);
     }
 #endif

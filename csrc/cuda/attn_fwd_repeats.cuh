@@ -106,8 +106,8 @@ DEVICE void accumulate_seen(float (&O)[O_REGS], u32 (&P)[P_REGS], const element 
         for (int g = 0; g < D_V / 8; g++) {
             const int chunk = g * 8 / CHUNK, vector = g % (CHUNK / 8) ^ swizzle;
             float v[2];
-            unpack_x2<element>(*(const u32 *)(v_smem + (chunk * BLOCK_KV + key) * CHUNK + vector * 8 + 2 * (lane % 4)),
-                               v[0], v[1]);
+            unpack_x2<element>(*(const u32 *)(v_smem + place_in_v(key, chunk) + vector * 8 + 2 * (lane % 4)), v[0],
+                               v[1]);
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 O[4 * g + i] = fmaf(weight[row_of(i)], sees[row_of(i)] ? v[i % 2] : 0, O[4 * g + i]);

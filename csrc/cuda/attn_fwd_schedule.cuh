@@ -9,6 +9,9 @@
 #ifndef SINGLE_KEYS
 #define SINGLE_KEYS 0 /* of a kernel that loads K and V by TMA */
 #endif
+#ifndef WHOLE_KEYS
+#define WHOLE_KEYS 0 /* of a kernel whose boxes of K and V have one chunk of columns */
+#endif
 #ifndef FLEX
 #define FLEX 0 /* of a kernel that does not know a user's functions */
 #endif
@@ -39,6 +42,15 @@ constexpr int CHUNK = ROW_BYTES / element::BYTES;
 /* Columns in shared memory. Products pass over those behind D_QK and D_V, and TMA drops those of O. */
 constexpr int CHUNKS_QK = (D_QK + CHUNK - 1) / CHUNK, CHUNKS_V = (D_V + CHUNK - 1) / CHUNK;
 constexpr int STORED_QK = CHUNKS_QK * CHUNK, STORED_V = CHUNKS_V * CHUNK;
+/* Where K and V lie in a pipeline stage. Chunks follow each other, and each has all keys. A box of WHOLE_KEYS has all
+ * chunks of its keys: groups of 8 keys follow each other, and each has all chunks. */
+constexpr int CHUNK_BYTES = (WHOLE_KEYS ? 8 : BLOCK_KV) * ROW_BYTES;         /* from chunk to chunk */
+constexpr int GROUP_BYTES_QK = 8 * ROW_BYTES * (WHOLE_KEYS ? CHUNKS_QK : 1); /* from 8 keys to the next 8 */
+constexpr int GROUP_BYTES_V = 8 * ROW_BYTES * (WHOLE_KEYS ? CHUNKS_V : 1);
+/* The place of a key's columns of a chunk of V, in elements. */
+DEVICE constexpr int place_in_v(int key, int chunk) {
+    return (WHOLE_KEYS ? key / 8 * CHUNKS_V * 8 + chunk * 8 + key % 8 : chunk * BLOCK_KV + key) * CHUNK;
+}
 constexpr bool O_BY_TMA = D_V <= 128;
 constexpr bool LONGEST_FIRST = CAUSAL || LOCAL || FLEX;
 constexpr bool PV_FIRST = O_WAIT == O_WAIT_BEFORE_EXP;
@@ -64,5 +76,7 @@ static_assert(D_QK * element::BYTES % 32 == 0 && D_V % 16 == 0, "wgmma contracts
 static_assert(BLOCK_KV * element::BYTES % 32 == 0, "wgmma contracts 32 bytes at a time");
 static_assert(Q_STAGES <= 2, "the tile before lies in the other place");
 static_assert(BLOCK_KV <= 256, "a TMA box has at most 256 rows");
+static_assert(!WHOLE_KEYS || (STORED_QK == D_QK && STORED_V == D_V && ROW_BYTES == 128 && !SINGLE_KEYS),
+              "TMA fills no columns of a box with whole keys");
 
 #endif

@@ -55,8 +55,8 @@
 #if !defined(BF16) || !defined(CAUSAL) || !defined(LOCAL) || !defined(VARLEN) || !defined(SCORE) || !defined(DROPOUT)
 #error "variant: BF16 or fp16; CAUSAL, LOCAL window, VARLEN packed sequences, SCORE softcap and ALiBi, DROPOUT: 0 or 1"
 #endif
-#if !defined(CACHE) || !defined(SINGLE_KEYS)
-#error "variant: CACHE, keys in a KV cache: 0 or 1; SINGLE_KEYS, loaded one by one: 0 or 1"
+#if !defined(CACHE) || !defined(SINGLE_KEYS) || !defined(WHOLE_KEYS)
+#error "variant: CACHE, keys in a KV cache; SINGLE_KEYS, loaded one by one; WHOLE_KEYS, in boxes of all columns: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_fwd_sm90
@@ -79,7 +79,7 @@ constexpr bool O_IN_Q = O_BY_TMA && TURN && D_V <= D_QK && Q_STAGES > 1 && !LONG
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
 constexpr u32 V_ARRIVALS = SINGLE_KEYS ? COPYING_LANES : 1; /* as K_ARRIVALS */
 /* The distance between chunks of columns of V. */
-constexpr int V_LEADING_BYTES = BLOCK_KV * ROW_BYTES;
+constexpr int V_LEADING_BYTES = CHUNK_BYTES;
 /* All lanes of the producer's warp walk over the keys, and one of them loads. ptxas then keeps what TMA's instruction
  * takes in uniform registers, and needs no loop over lanes around it. */
 constexpr bool PRODUCER_IS_WARP = !FLEX;
@@ -116,7 +116,8 @@ static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys"
 
 /* O += P V for the 64 rows of a warpgroup. */
 DEVICE void issue_output(float (&O)[O_REGS], const u32 (&P)[P_REGS], u32 v_desc) {
-    constexpr u32 high = matrix_descriptor_high(ROW_BYTES), step = matrix_descriptor_bytes(16 * ROW_BYTES);
+    constexpr u32 high = matrix_descriptor_high(ROW_BYTES, GROUP_BYTES_V),
+                  step = matrix_descriptor_bytes(2 * GROUP_BYTES_V);
     constexpr int NUM = BLOCK_KV / 16, NUM_BY_4 = NUM / 4 * 4;
     wgmma_fence();
 #pragma unroll

@@ -41,6 +41,15 @@ DEVICE void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
                  : "memory");
 }
 
+/* The same for a tensor of five dimensions. */
+DEVICE void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *barrier, int c0, int c1, int c2, int c3,
+                                      int c4, u64 l2_policy) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem_address(dst)),
+                 "l"(map), "r"(smem_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(l2_policy)
+                 : "memory");
+}
+
 /* Is the lane the one that acts for its warp? The same lane for every call. ptxas knows that no other lane goes on, so
  * TMA's instruction behind it needs no loop over lanes. Whole warp. [elect.sync] */
 DEVICE bool elect_one() {
@@ -307,9 +316,10 @@ DEVICE void settle(float x, void *shared) {
 DEVICE u32 matrix_descriptor(u32 address, u32 leading_bytes) {
     return (address & 0x3ffff) >> 4 | leading_bytes >> 4 << 16; /* without the CTA's rank in its cluster */
 }
-DEVICE constexpr u32 matrix_descriptor_high(int row_bytes) {
-    return (u32)(8 * row_bytes) >> 4 | (row_bytes == 128 ? 1u : row_bytes == 64 ? 2u : 3u) << 30;
+DEVICE constexpr u32 matrix_descriptor_high(int row_bytes, int group_bytes) {
+    return (u32)group_bytes >> 4 | (row_bytes == 128 ? 1u : row_bytes == 64 ? 2u : 3u) << 30;
 }
+DEVICE constexpr u32 matrix_descriptor_high(int row_bytes) { return matrix_descriptor_high(row_bytes, 8 * row_bytes); }
 DEVICE constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4; }
 
 /* Lists of registers for the instruction text (R..) and for the operands (D..). */

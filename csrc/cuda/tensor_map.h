@@ -10,7 +10,7 @@
 
 /* A CUtensorMap, TMA's view of a tensor. The map is opaque, has 128 bytes, and is part of the kernel's parameters.
  *
- * All maps have rank 4: (column, row, head, sequence). The map of a dense tensor has rows 0 .. len and sequences 0 ..
+ * Most maps have rank 4: (column, row, head, sequence). The map of a dense tensor has rows 0 .. len and sequences 0 ..
  * b. The map of a packed tensor of T rows begins T rows before the tensor. Both its row and its "sequence" step by one
  * row:
  *
@@ -21,7 +21,11 @@
  *
  * A box that is loaded must begin inside its map. If the whole box lies outside, TMA may touch the map's first element.
  * Before a packed tensor there may be no memory. The access is then illegal, and shows or not with the memory
- * around. */
+ * around.
+ *
+ * The map of pages of a KV cache whose keys are loaded whole has rank 5: (column of a chunk, key of a group, chunk,
+ * group, head). A chunk has 64 columns, and a group 8 keys. Groups count from the first page on, and also over the
+ * memory between pages. */
 typedef struct {
     FA_ALIGN(64) unsigned long long words[16];
 } fa_tensor_map;

@@ -70,7 +70,7 @@ static fa_attn_fwd_rows rows_of(const fa_view *t, int64_t columns) {
 static fa_attn_fwd_cache cache_of(const fa_problem *p, const fa_plan *plan, int box) {
     const int tile_heads = tile_heads_of(plan);
     const fa_cache_pages pages = fa_cache_pages_of(p);
-    const bool is_empty = pages.num == 0 || pages.capacity == 0;
+    const bool is_empty = pages.num == 0 || pages.capacity == 0, has_groups = plan->gpu.features & FA_WHOLE_KEYS;
     return (fa_attn_fwd_cache){
         .block_table = is_empty ? NULL : p->block_table,
         .table_stride = p->block_table_stride,
@@ -92,6 +92,8 @@ static fa_attn_fwd_cache cache_of(const fa_problem *p, const fa_plan *plan, int 
         .k = rows_of(&p->k, p->d),
         .v = rows_of(&p->v, p->d_v),
         .by_page_size = fa_division_by(pages.size > 0 ? (unsigned)pages.size : 1),
+        .page_groups = {has_groups ? (int)fa_groups_of_page(p, &p->k) : 0,
+                        has_groups ? (int)fa_groups_of_page(p, &p->v) : 0},
     };
 }
 
@@ -133,9 +135,13 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
     fa_box box_v = box_k;
     box_v.d = box_o.d = p->d_v, box_o.rows = 16, box_o.columns = tile.columns_o;
     fa_status status = fa_cuda_map(call, &p->q, rows_q, p->h, box_q, &a->q, err);
-    const bool has_boxes = !(features & FA_SINGLE_KEYS);
-    if (status == FA_OK && has_boxes) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a->k, err);
-    if (status == FA_OK && has_boxes) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a->v, err);
+    for (int is_v = 0; is_v < 2 && status == FA_OK && !(features & FA_SINGLE_KEYS); is_v++) {
+        const fa_view *t = is_v ? &p->v : &p->k;
+        const fa_box box = is_v ? box_v : box_k;
+        fa_tensor_map *map = is_v ? &a->v : &a->k;
+        status = features & FA_WHOLE_KEYS ? fa_cuda_map_of_pages(call, t, (int)box.d, box.rows, map, err)
+                                          : fa_cuda_map(call, t, rows_kv, p->h_kv, box, map, err);
+    }
     if (status == FA_OK) status = fa_cuda_map(call, &p->o, rows_q, p->h, box_o, &a->o, err);
     if (status != FA_OK) return status;
 

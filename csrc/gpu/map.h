@@ -19,4 +19,9 @@ typedef struct {
 fa_status fa_cuda_map(const fa_cuda_call *call, const fa_view *tensor, int64_t num_rows, int64_t num_heads, fa_box box,
                       fa_tensor_map *map, fa_error *err);
 
+/* The same for K or V of a KV cache in pages whose keys are loaded whole (WHOLE_KEYS). A box has box_rows keys
+ * of one head. */
+fa_status fa_cuda_map_of_pages(const fa_cuda_call *call, const fa_view *tensor, int columns, int box_rows,
+                               fa_tensor_map *map, fa_error *err);
+
 #endif

@@ -40,6 +40,18 @@ static double us_of_a_key(const fa_problem *p, const fa_fwd_sm90_columns *t) {
     return pairs > copies ? pairs : copies;
 }
 
+/* Short pages come with all columns of their keys in one box of TMA, because many small boxes take longer than the
+ * products. Boxes of 32 keys and more do not bind (cuda/measurements/decode.md, Prompts). */
+static bool loads_whole_keys(const fa_problem *p) {
+    enum { LONG = 32 };
+    if (!p->paged || fa_loads_single_keys(p) || fa_cache_box(p, LONG) == LONG || !fa_has_groups(p)) return false;
+    for (int row = 0; row < fa_families[FA_FWD_SM90].num_rows; row++) {
+        const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
+        if (t->d == p->d && t->d_v == p->d_v && fa_families[FA_FWD_SM90].rows[row].serves & FA_WHOLE_KEYS) return true;
+    }
+    return false;
+}
+
 const fa_fwd_sm90_columns *fa_fwd_sm90_row_of_cache(const fa_problem *p) {
     const unsigned wanted = fa_loads_single_keys(p) ? FA_SINGLE_KEYS : FA_CACHE;
     for (int row = 0; row < fa_families[FA_FWD_SM90].num_rows; row++) {
@@ -222,7 +234,7 @@ void fa_plan_fwd_order(const fa_problem *p, int64_t ctas, fa_plan *plan) {
 
 /* Returns NULL if a row's tiles serve the call, or the reason why not. */
 static const char *why_not_row(const fa_problem *p, int row, unsigned features) {
-    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_FLEX);
+    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_WHOLE_KEYS | FA_FLEX);
     const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
     const int box = fa_fwd_sm90_box(t);
     NEEDS(t->d >= p->d && t->d_v >= p->d_v, "its tiles have fewer columns than the heads");
@@ -230,13 +242,16 @@ static const char *why_not_row(const fa_problem *p, int row, unsigned features) 
           FA_BOXES_REASON);
     NEEDS(box > 32 || (p->d % 16 == 0 && p->d_v % 16 == 0),
           "TMA is slow with its pieces of 64 bytes where rows begin amid sectors of 32");
+    NEEDS(!(features & FA_WHOLE_KEYS) || (t->d == p->d && t->d_v == p->d_v),
+          "its tiles have more columns than the heads, and TMA fills no columns of a box with whole keys");
     NEEDS((fa_families[FA_FWD_SM90].rows[row].serves & wanted) == wanted,
           "its tiles do not serve every option of the call");
     return NULL;
 }
 
 static unsigned features_of(const fa_problem *p) {
-    const unsigned of_cache = !fa_reads_cache(p) ? 0u : fa_loads_single_keys(p) ? FA_CACHE | FA_SINGLE_KEYS : FA_CACHE;
+    const unsigned of_pages = fa_loads_single_keys(p) ? FA_SINGLE_KEYS : loads_whole_keys(p) ? FA_WHOLE_KEYS : 0u;
+    const unsigned of_cache = fa_reads_cache(p) ? FA_CACHE | of_pages : 0u;
     return fa_cuda_features(p) | of_cache | (fa_has_mods(p) ? FA_FLEX : 0u);
 }
 

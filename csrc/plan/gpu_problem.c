@@ -333,10 +333,22 @@ int fa_cache_box(const fa_problem *p, int block_kv) {
     return (int)box;
 }
 
-bool fa_loads_single_keys(const fa_problem *p) {
-    enum { SWIZZLED_ROWS = 8 }; /* after which TMA's pattern repeats */
-    return p->paged && fa_cache_box(p, 32) % SWIZZLED_ROWS != 0;
+enum { GROUP = 8 }; /* rows after which TMA's pattern repeats */
+
+bool fa_loads_single_keys(const fa_problem *p) { return p->paged && fa_cache_box(p, 32) % GROUP != 0; }
+
+int64_t fa_groups_of_page(const fa_problem *p, const fa_view *t) {
+    return (p->num_pages > 1 ? t->stride_b / t->stride_row : p->page_size) / GROUP;
 }
+
+static bool of_groups(const fa_problem *p, const fa_view *t) {
+    if (t->stride_row <= 0) return false;
+    if (p->num_pages > 1 && (t->stride_b % (GROUP * t->stride_row) || t->stride_b / t->stride_row < p->page_size))
+        return false;
+    return fa_groups_of_page(p, t) < INT32_MAX / (p->num_pages + 1);
+}
+
+bool fa_has_groups(const fa_problem *p) { return p->num_pages > 0 && of_groups(p, &p->k) && of_groups(p, &p->v); }
 
 /* Offsets count pieces of 16 bytes, and the last number stands for no key. */
 static bool offsets_fit_32_bits(const fa_view *t, fa_cache_pages pages) {

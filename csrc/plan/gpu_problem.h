@@ -140,6 +140,13 @@ int fa_cache_box(const fa_problem *problem, int block_kv);
 /* Does Hopper's forward load the keys one by one, because TMA cannot load key tiles in such boxes? */
 bool fa_loads_single_keys(const fa_problem *problem);
 
+/* Do the keys of all pages of K, and of V, form groups of 8 that are equally far apart? TMA then finds a page's keys by
+ * the number of their group. */
+bool fa_has_groups(const fa_problem *problem);
+
+/* Groups of 8 keys from a page of K or V to the next one. */
+int64_t fa_groups_of_page(const fa_problem *problem, const fa_view *tensor);
+
 /* Why can Hopper's forward not read the problem's KV cache? NULL: it can. */
 const char *fa_why_not_cache_of_sm90(const fa_problem *problem);
 

@@ -40,11 +40,15 @@
 #define V_192_128 "v128"
 #define V_64_128  "v128"
 
+/* TMA loads whole keys where their columns fill several chunks of 64. Of one chunk every box has whole keys. */
+#define HAS_WHOLE_CHUNKS(d, d_v) ((d) % 64 == 0 && (d_v) % 64 == 0 && (d) + (d_v) > 128)
+
 static const fa_row fwd_sm90_rows[] = {
 #define FA_FWD_TILE_SM90(d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, serves) \
     {"attn_fwd_sm90_d" #d V_##d##_##d_v "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                    \
      {d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost},                           \
-     (serves) | ((serves) & FA_CACHE && (wgs) <= 2 ? FA_SINGLE_KEYS : 0u),                          \
+     (serves) | ((serves) & FA_CACHE && (wgs) <= 2 ? FA_SINGLE_KEYS : 0u) |                         \
+         ((serves) & FA_CACHE && HAS_WHOLE_CHUNKS(d, d_v) ? FA_WHOLE_KEYS : 0u),                    \
      FA_SHARED_BYTES_OF(ctas)},
 #include "cuda/tiles.def"
 };
@@ -61,9 +65,10 @@ int fa_fwd_sm90_box(const fa_fwd_sm90_columns *t) {
  * row serves the same features, its steps have at least as many rows and keys, and a step costs no more. Short
  * sequences prefer steps of 64 keys, so a row with such steps is beaten only by another row with such steps. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
-    const unsigned wanted = features & (FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS);
+    const unsigned of_pages = features & (FA_SINGLE_KEYS | FA_WHOLE_KEYS);
+    const unsigned wanted = (features & (FA_ALL_FEATURES | FA_CACHE)) | of_pages;
     if (features & FA_FLEX) return false; /* the functions of a call belong to such a kernel */
-    if (features & FA_SINGLE_KEYS && !(features & FA_CACHE)) return false;
+    if (of_pages && (!(features & FA_CACHE) || of_pages == (FA_SINGLE_KEYS | FA_WHOLE_KEYS))) return false;
     const fa_fwd_sm90_columns *mine = fa_fwd_sm90_row(row);
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
@@ -352,7 +357,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                                     "sinks_params.h"),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
-                     .knows = FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_FLEX | FA_IN_BF16,
+                     .knows = FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_WHOLE_KEYS | FA_FLEX | FA_IN_BF16,
                      .rows = fwd_sm90_rows,
                      .num_rows = NUM_ROWS(fwd_sm90_rows),
                      .chooses = fwd_sm90_chooses,

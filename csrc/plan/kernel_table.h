@@ -15,6 +15,7 @@
         X(SCORE, 8, "_score"),           /* softcap, ALiBi, or a scale that is not positive, or no normal float */ \
         X(CACHE, 128, "_cache"),         /* keys lie in a KV cache, in pages or in rows of their own */            \
         X(SINGLE_KEYS, 4096, "_single"), /* with CACHE: pages whose keys TMA cannot load together */               \
+        X(WHOLE_KEYS, 8192, "_whole"),   /* with CACHE: pages whose keys TMA loads with all their columns */       \
         X(DROPOUT, 16, "_dropout"),      /* dropout of the probabilities */                                        \
         X(OF_3, 512, "_of3"),            /* generic kernels: what flash-attn 3 adds */                             \
         X(FLEX, 1024, "_flex"),          /* programmable attention (flex/flex.h) */                                \

@@ -88,6 +88,9 @@ static void wait_in_turn(u64 *barrier, u32 parity) {
 #ifndef CACHE
 #define CACHE 0 /* the backward */
 #endif
+#ifndef WHOLE_KEYS
+#define WHOLE_KEYS 0 /* the backward, and the forward in 8 bits */
+#endif
 #ifndef BACKWARD
 constexpr bool FILL_32 = D_QK % 32 == 0 && D_V % 32 == 0, FILL_64 = D_QK % 64 == 0 && D_V % 64 == 0;
 constexpr int BLOCK_Q = 64 * WGS, BOX = FILL_32 && !FILL_64 && !(WGS > 2 && D_QK > 64) ? 32 : 64;
@@ -350,14 +353,20 @@ static void check_keys_in_cache(const params &p, const tile &t) {
     const int in_tile = (int)threadIdx.x * p.cache.box, rows = p.cache.page_size;
     cached_keys keys;
     keys.begin(p, t, t.kv_begin - 1); /* a walk without a step */
-    EXPECT(t.kv_begin > 0 || keys.box.row == rows);
+    const auto is_outside = [&](key_box box) {
+        return WHOLE_KEYS ? box.page == p.cache.num_pages && box.row == 0 : box.page == 0 && box.row == rows;
+    };
+    EXPECT(t.kv_begin > 0 || is_outside(keys.box));
     for (int j = t.kv_begin; j < t.kv_end && in_tile < BLOCK_KV; j++) {
         keys.find_box(p, j);
         const int key = j * BLOCK_KV + in_tile, row = t.kv_origin + key;
-        EXPECT(0 <= keys.box.page && keys.box.page < p.cache.num_pages && keys.head == t.kv_head);
+        EXPECT(keys.head == t.kv_head);
         if (key >= t.len_kv) {
-            EXPECT(keys.box.row == rows);
-        } else if (p.cache.block_table) {
+            EXPECT(is_outside(keys.box));
+            continue;
+        }
+        EXPECT(0 <= keys.box.page && keys.box.page < p.cache.num_pages);
+        if (p.cache.block_table) {
             EXPECT(keys.box.page == p.cache.block_table[t.kv_batch * p.cache.table_stride + row / rows]);
             EXPECT(keys.box.row == row % rows && keys.box.row + p.cache.box <= rows);
         } else {
@@ -488,7 +497,8 @@ static fa_tensor_map map_of(int d, int rows, int heads, const int *offsets, int 
 /* A cache whose lengths are `used`: in pages of the block table, or in rows, with left padding. */
 static void make_cache(params &p, int *used, int *pads) {
     static int table[100 * 200], rows[100];
-    const int sizes[] = {8, 16, 24, 64, 128, 160, 256}, is_paged = (int)below(3), columns = 1 + (int)below(100);
+    const int sizes[] = {8, 16, 24, 64, 128, 160, 256}, is_paged = WHOLE_KEYS || below(3),
+              columns = 1 + (int)below(100);
     auto &c = p.cache;
     c.rows = p.b + (int)below(9), c.table_stride = columns + (int)below(9);
     c.page_size = is_paged ? sizes[below(7)] : 1 + (int)below(800);

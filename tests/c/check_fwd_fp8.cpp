@@ -13,14 +13,15 @@
 
 /* ---- products in 8 bits ---------------------------------------------------------------------------------------- */
 
-/* The high half of a descriptor is the length of a row in hopper_emulation.h. */
+/* The high half of a descriptor is described in hopper_emulation.h (matrix_of). */
 template <int N> struct wgmma<N, e4m3> {
     template <u32 A_HIGH, u32 B_HIGH> static void ss(float (&d)[N / 2], u32 a, u32 b, int accumulate) {
-        issue({EMULATED_E4M3, N, 1, accumulate != 0, 1, true, false, {a, A_HIGH}, {b, B_HIGH}}, d, nullptr);
+        issue({EMULATED_E4M3, N, 1, accumulate != 0, 1, true, false, matrix_of(a, A_HIGH, 0), matrix_of(b, B_HIGH, 0)},
+              d, nullptr);
         wgmma_fence();
     }
     template <u32 B_HIGH> static void rs(float (&d)[N / 2], const u32 *a, u32 b, int accumulate) {
-        issue({EMULATED_E4M3, N, 1, accumulate != 0, 1, false, false, {}, {b, B_HIGH}}, d, a);
+        issue({EMULATED_E4M3, N, 1, accumulate != 0, 1, false, false, {}, matrix_of(b, B_HIGH, 0)}, d, a);
         wgmma_fence();
     }
 };

@@ -125,8 +125,9 @@ struct flex_tensors {
 #endif
 
 #if CACHE
-/* Kernels for single keys have pages that TMA cannot load. */
+/* Kernels for single keys have pages that TMA cannot load, and those for whole keys have pages and all columns. */
 static problem with_pages_of_kernel(problem x) {
+    if (WHOLE_KEYS) x.page = x.page ? x.page : 24, x.d = D_QK, x.d_v = D_V;
     if (SINGLE_KEYS) x.page = x.page == 0 ? 1 : x.page == 16 ? 12 : x.page == 8 ? 3 : 67;
     return x;
 }
@@ -181,6 +182,7 @@ struct cache_tensors {
         p.cache.rows_inverse = FA_ROWS_INVERSE(rows), p.cache.num_parts = x.parts;
         p.cache.k = rows_of_pages(k, page), p.cache.v = rows_of_pages(v, page),
         p.cache.by_page_size = fa_division_by((unsigned)page);
+        p.cache.page_groups[0] = p.cache.page_groups[1] = page / 8;
     }
 };
 #endif

@@ -42,6 +42,10 @@ static const char *swizzled_place(const char *memory, unsigned at, unsigned row_
     return memory + (at ^ (at >> 7 & (row_bytes / 16 - 1)) << 4);
 }
 
+static unsigned offset_of_row(const emulated_matrix *x, unsigned row) {
+    return row / 8 * x->group_bytes + row % 8 * x->row_bytes;
+}
+
 static inline void read_a(const emulated_product *x, const emulated_lane *lanes, const char *memory, unsigned first_row,
                           int i, float *a) {
     const int num = elements_of_chunk(x->format), stride = 2 * num * x->num_products;
@@ -51,7 +55,7 @@ static inline void read_a(const emulated_product *x, const emulated_lane *lanes,
             unsigned words[4]; /* lie in the four lanes of a quad */
             for (int lane = 0; lane < 4 && !x->a_is_shared; lane++)
                 words[lane] = lanes[row % 8 * 4 + lane].a[4 * i + row / 8 + 2 * half];
-            const unsigned at = start + (first_row + (unsigned)row) * x->a.row_bytes + (unsigned)half * CHUNK_BYTES;
+            const unsigned at = start + offset_of_row(&x->a, first_row + (unsigned)row) + (unsigned)half * CHUNK_BYTES;
             const char *chunk = x->a_is_shared ? swizzled_place(memory, at, x->a.row_bytes) : (const char *)words;
             read_chunk(x->format, chunk, (float)x->sign, a + row * stride + (2 * i + half) * num);
         }
@@ -67,7 +71,7 @@ static inline void read_b(const emulated_product *x, const char *memory, int i, 
         for (int k = 0; k < 16; k++)
             for (int j = 0; j < columns; j += 8) {
                 const unsigned of_row = (unsigned)j * 2, at = start + of_row / row_bytes * leading_bytes +
-                                                              (unsigned)k * row_bytes + of_row % row_bytes;
+                                                              offset_of_row(&x->b, (unsigned)k) + of_row % row_bytes;
                 read_chunk(x->format, swizzled_place(memory, at, row_bytes), 1, b + k * columns + j);
             }
         return;
@@ -75,7 +79,7 @@ static inline void read_b(const emulated_product *x, const char *memory, int i, 
     for (int j = 0; j < columns; j++)
         for (int half = 0; half < 2; half++) {
             float column[CHUNK_BYTES];
-            const unsigned at = start + (unsigned)j * row_bytes + (unsigned)half * CHUNK_BYTES;
+            const unsigned at = start + offset_of_row(&x->b, (unsigned)j) + (unsigned)half * CHUNK_BYTES;
             read_chunk(x->format, swizzled_place(memory, at, row_bytes), 1, column);
             for (int k = 0; k < num; k++) b[(half * num + k) * columns + j] = column[k];
         }

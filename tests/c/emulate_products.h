@@ -7,7 +7,8 @@ enum { EMULATED_BF16, EMULATED_F16, EMULATED_E4M3 };
 /* A matrix in shared memory. Rows of 128, 64 or 32 bytes are swizzled by 16 bytes. */
 typedef struct {
     unsigned descriptor, row_bytes;
-    unsigned step; /* from one product's descriptor to the next one's */
+    unsigned group_bytes; /* from 8 rows to the next 8 */
+    unsigned step;        /* from one product's descriptor to the next one's */
 } emulated_matrix;
 
 /* D = A B, or D += A B. Several products run one after the other. Each contracts 32 bytes of a row of A. */

@@ -207,6 +207,28 @@ static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
         complete(barrier, (u32)m.box_bytes());
     });
 }
+
+/* Pages of a cache whose keys are loaded whole, in groups of 8 keys and chunks of 128 bytes. A map's rows are groups,
+ * and its box has box_rows of them. */
+static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *barrier, int column, int row, int chunk,
+                                      int group, int head, u64) {
+    const emulated_map m = map_of(map);
+    const int chunks = m.columns / 64, box_bytes = m.box_rows * chunks * 1024;
+    const u32 box = smem_address(dst);
+    EXPECT(box % 1024 == 0 && m.columns % 64 == 0 && m.box_row_bytes == 128 && m.element_bytes == 2);
+    EXPECT(column == 0 && row == 0 && chunk == 0 && group >= 0 && group <= m.rows && head >= 0 && head < m.heads);
+    memset(dst, 0xff, (size_t)box_bytes);
+    add_copy(true, [=] {
+        for (int i = 0; i < box_bytes; i += 16) {
+            const int own_group = group + i / (1024 * chunks), own_chunk = i / 1024 % chunks, own_row = i / 128 % 8;
+            const char *from =
+                m.data + (own_group * 8L + own_row) * m.row_bytes + head * m.head_bytes + own_chunk * 128 + i % 128;
+            char *to = memory + swizzled(box + (u32)i, 128);
+            own_group < m.rows ? memcpy(to, from, 16) : memset(to, 0, 16);
+        }
+        complete(barrier, (u32)box_bytes);
+    });
+}
 static void cp_async_bulk_tensor_store(const fa_tensor_map *map, const void *src, int c0, int c1, int c2, int c3) {
     const emulated_map m = map_of(map);
     const u32 box = smem_address(src);
@@ -315,21 +337,25 @@ template <int PENDING, int N> static void wgmma_wait_group(float (&d)[N]) { wait
 static void settle(float, void *) {}
 
 static u32 matrix_descriptor(u32 address, u32 leading_bytes) { return address >> 4 | leading_bytes >> 4 << 16; }
-constexpr u32 matrix_descriptor_high(int row_bytes) { return (u32)row_bytes; }
+constexpr u32 matrix_descriptor_high(int row_bytes, int group_bytes) { return (u32)(group_bytes << 8 | row_bytes); }
+constexpr u32 matrix_descriptor_high(int row_bytes) { return matrix_descriptor_high(row_bytes, 8 * row_bytes); }
+constexpr emulated_matrix matrix_of(u32 descriptor, u32 high, u32 step) {
+    return {descriptor, high & 0xff, high >> 8, step};
+}
 constexpr u32 matrix_descriptor_bytes(int bytes) { return (u32)bytes >> 4; }
 
 /* NUM products, one after the other, with A in shared memory or in registers. */
 template <int N, class T> struct wgmma {
     static constexpr int REGS = N / 2, FORMAT = std::is_same_v<T, bf16> ? EMULATED_BF16 : EMULATED_F16;
 
-    template <int NUM, u32 A_ROW, u32 B_ROW, u32 A_STEP, u32 B_STEP, int B_ACROSS, int SIGN>
+    template <int NUM, u32 A_HIGH, u32 B_HIGH, u32 A_STEP, u32 B_STEP, int B_ACROSS, int SIGN>
     static void issue_ss(float (&d)[REGS], u32 a, u32 b, int accumulate) {
-        const emulated_matrix in_a = {a, A_ROW, A_STEP}, in_b = {b, B_ROW, B_STEP};
+        const emulated_matrix in_a = matrix_of(a, A_HIGH, A_STEP), in_b = matrix_of(b, B_HIGH, B_STEP);
         issue({FORMAT, N, NUM, accumulate != 0, SIGN, true, B_ACROSS, in_a, in_b}, d, nullptr);
         wgmma_fence();
     }
-    template <int NUM, u32 B_ROW, u32 B_STEP, int SIGN> static void issue_rs(float (&d)[REGS], const u32 *a, u32 b) {
-        issue({FORMAT, N, NUM, true, SIGN, false, true, {}, {b, B_ROW, B_STEP}}, d, a);
+    template <int NUM, u32 B_HIGH, u32 B_STEP, int SIGN> static void issue_rs(float (&d)[REGS], const u32 *a, u32 b) {
+        issue({FORMAT, N, NUM, true, SIGN, false, true, {}, matrix_of(b, B_HIGH, B_STEP)}, d, a);
         wgmma_fence();
     }
 

@@ -52,6 +52,9 @@ template <class type> struct tensor_of {
         const long row_bytes = BYTES * h * d;
         map = {(char *)data.data(), row_bytes, BYTES * d, page_size * row_bytes, d, page_size, h,
                rows / page_size,    box_rows,  ROW_BYTES};
+#if WHOLE_KEYS
+        map.rows = rows / 8, map.box_rows = box_rows / 8;
+#endif
         const emulated_map *place = &map;
         memcpy(to.words, &place, sizeof place);
     }

@@ -85,6 +85,7 @@ def scheduled_kernels():
     in_8_bits = r"fwd_fp8_sm90_e4m3_d(64_q192|256_q128)"
     some = rf"(fwd_sm90_bf16_d(64_q192|192_q128)|{in_8_bits}|bwd\w*_sm90_bf16_d(64|96|192)_q\d+)"
     cache = r"fwd_sm90_bf16_d(64_q192kv128|192_q128kv96|256_q128kv64)(_causal|_local)(_varlen)?_cache"
+    cache += r"|fwd_sm90_bf16_d(128_q128kv128|192v128_q128kv96)_causal(_varlen)?_cache_whole"
     wanted = re.compile(rf"attn_((fwd|bwd|bwd_wide)_sm90_bf16_\w*?{mask}_varlen|{some}{mask}|{cache})")
     return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
 
@@ -190,7 +191,7 @@ def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
 
 # O leaves from the place of Q, from a place of its own, or without shared memory. There are one to four warpgroups, two
 # CTAs on an SM, every mask, packed sequences, fewer columns than shared memory has, V of other columns, KV caches,
-# and single keys of them.
+# and single or whole keys of them.
 EMULATED_FORWARDS = [
     "bf16_d64_q192kv128_causal_varlen", "fp16_d64_q192kv128", "bf16_d64_q64kv64_local_varlen", "fp16_d64_q256kv64",
     "bf16_d128_q128kv128", "bf16_d128_q128kv64_local", "bf16_d256_q128kv64_causal", "bf16_d80_q192kv96_causal_varlen",
@@ -199,7 +200,9 @@ EMULATED_FORWARDS = [
     "bf16_d128_q128kv128_cache", "bf16_d80_q192kv96_causal_varlen_cache", "bf16_d128_q128kv128_cache_single",
     "bf16_d64_q64kv64_causal_cache_single", "fp16_d96_q128kv128_local_varlen_cache_single",
     "bf16_d192_q128kv96_cache_single", "bf16_d256_q128kv64_causal_cache_single",
-    "fp16_d128_q64kv128", "bf16_d128_q64kv128_cache", "bf16_d256_q64kv64_causal", "fp16_d192_q64kv96_causal_cache"
+    "fp16_d128_q64kv128", "bf16_d128_q64kv128_cache", "bf16_d256_q64kv64_causal", "fp16_d192_q64kv96_causal_cache",
+    "bf16_d128_q128kv128_cache_whole", "fp16_d192v128_q128kv96_causal_varlen_cache_whole",
+    "bf16_d256_q64kv64_local_cache_whole"
 ]  # fmt: skip
 
 
