@@ -1,9 +1,9 @@
 """The kernels' sources compile without costly spills, and wgmma stays asynchronous. Its matrix descriptors
 come from uniform registers. The test needs nvcc, but no GPU.
 
-Every row of tiles.def is compiled once, with features that change from row to row, and Hopper's rows for caches once
-more with a cache. FLASH_ATTN_TEST_ALL_KERNELS=1 compiles every kernel for every architecture that takes it, which are
-hundreds of kernels.
+Of each family one row of tiles.def for each head dimension is compiled, with features that change from row to row. Of
+Hopper's forward these are all rows, and rows for caches once more with a cache. FLASH_ATTN_TEST_ALL_KERNELS=1 compiles
+every kernel for every architecture that takes it, which are hundreds of kernels.
 """
 
 import os
@@ -24,6 +24,10 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
 # Rows that came when others had their picks. They stand at the end, so that the others keep their features and GPUs.
 LATER = re.compile(r"attn_fwd_sm90_bf16_d(128_q64kv128|192_q64kv96|256_q64kv64)")
+# Families of which one row for each head dimension is compiled.
+ALIKE = re.compile(r"(attn_(decode_sm[89]0|(fwd|bwd|bwd_dq)_sm80)_bf16_d\d+)_")
+# Whole keys came later, too. They have the text of other caches, but for their loads.
+WHOLE = re.compile(r"attn_fwd_sm90_bf16_d(128_q128|256_q64)kv\d+_causal_cache_whole")
 
 
 def variants():
@@ -38,9 +42,15 @@ def variants():
         elif "_fp16_" not in name:
             rows.setdefault((family, row), []).append((name, features, arch))
     later = {x: bool(LATER.search(kernels[0][0])) for x, kernels in rows.items()}
+    seen = set()
     for i, ((family, row), kernels) in enumerate(sorted(rows.items(), key=lambda x: (later[x[0]], x[0]))):
-        chosen = kernels[i * 7 % len(kernels)]
-        cached = [x for x in kernels if x != chosen and x[0].endswith("_causal_cache")]
+        alike = ALIKE.match(kernels[0][0])
+        if alike and alike[1] in seen:
+            continue
+        seen.add(alike and alike[1])
+        others = [x for x in kernels if "_whole" not in x[0]]
+        chosen = others[i * 7 % len(others)]
+        cached = [x for x in kernels if x != chosen and (x[0].endswith("_causal_cache") or WHOLE.fullmatch(x[0]))]
         for name, features, arch in (chosen, *cached):
             yield name, family, row, features, arch or ARCHS[i % len(ARCHS)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import flash_attn_2_cuda
 import pytest
 from object_cache import INSTALLED_FLAGS, SETUP_FLAGS, cached
-from toolbox import CSRC, ROOT, lacking, run, tool
+from toolbox import CSRC, ROOT, lacking, run, share_of, tool
 
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer"
 EMULATION_FLAGS = "-Og --param asan-instrumentation-with-call-threshold=0"
@@ -90,7 +90,7 @@ def scheduled_kernels():
     return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
 
 
-@pytest.mark.parametrize("name", scheduled_kernels())
+@pytest.mark.parametrize("name", share_of(scheduled_kernels(), 4))
 def test_tiles_are_found_once_and_boxes_of_tma_begin_inside_their_maps(name, tmp_path):
     _, options = flash_attn_2_cuda.cuda_kernel_source(*scheduled_kernels()[name])
     constants = [option for option in options if option.startswith("-D")] + ["-DBACKWARD"] * name.startswith("attn_bwd")
@@ -141,7 +141,7 @@ def kernels_with_mods():
     return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
 
 
-@pytest.mark.parametrize("name", kernels_with_mods())
+@pytest.mark.parametrize("name", share_of(kernels_with_mods(), 2))
 def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tmp_path):
     _, options = flash_attn_2_cuda.cuda_kernel_source(*kernels_with_mods()[name])
     constants = [option for option in options if option.startswith("-D") and not option.startswith("-DFLEX=")]
@@ -184,7 +184,7 @@ EMULATED_BACKWARDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", EMULATED_BACKWARDS)
+@pytest.mark.parametrize("row", share_of(EMULATED_BACKWARDS, 2))
 def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
     assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", f"attn_bwd_sm90_{row}", tmp_path)
 
@@ -206,7 +206,7 @@ EMULATED_FORWARDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row", EMULATED_FORWARDS)
+@pytest.mark.parametrize("row", share_of(EMULATED_FORWARDS, 2))
 def test_rows_of_the_emulated_forward_on_hopper(row, tmp_path):
     assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path)
 

@@ -48,6 +48,11 @@ def lacking(reason):
     pytest.skip(reason)
 
 
+def share_of(cases, part):
+    """Every part-th of alike cases that take seconds each, or all of them with FLASH_ATTN_TEST_ALL_KERNELS=1."""
+    return list(cases)[:: 1 if os.environ.get("FLASH_ATTN_TEST_ALL_KERNELS") == "1" else part]
+
+
 def git_files(*options):
     """The files of the project, as git lists them. Outside of git nothing says which files belong to the project."""
     if not (ROOT / ".git").exists():
