@@ -33,7 +33,7 @@ def _is_common(name, own, number, generation):
         return False
     if "_single" in name:
         return False
-    # Short pages of the widest heads are rare, and flash_attn_3's wheel has room for those of 128 columns alone.
+    # Short pages of 192 columns are rare, and flash_attn_3's wheel has room for those of 128 columns alone.
     if "_whole" in name and not re.search(r"_d128_" if generation == 3 else r"_d(128|256)_", name):
         return False
     # A wheel has no room for packed sequences of rarer head dimensions, and of up to 64 tokens at the wider ones.

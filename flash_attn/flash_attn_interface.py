@@ -554,8 +554,8 @@ def flash_attn_with_kvcache(
         block_table: int32 ``[b, max_pages]``: the pages of each sequence. Entries past the pages needed are not read.
             Pages hold any number of keys. On Hopper, many queries over pages of no multiple of 8 keys copy the pages
             first, up to 1 GiB (``gathers`` of ``explain``). Few queries load their keys one by one (kernels whose names
-            have ``_single``). Pages of 8 to 31 keys of 128, 192 or 256 columns are loaded with all columns at once
-            (``_whole``).
+            have ``_single``). Pages of a multiple of 8 keys, but not of 32, are loaded with all columns at once if
+            there are 128, 192 or 256 columns (``_whole``).
         rotary_interleaved: rotate pairs (0, 1), (2, 3), ..; otherwise (0, r / 2), (1, r / 2 + 1), ..
         num_splits: number of parts into which the keys of one row are split; 0: the plan decides.
         return_softmax_lse: return ``(out, softmax_lse)``.

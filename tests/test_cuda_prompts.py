@@ -260,8 +260,8 @@ def test_pages_agree_with_packed_keys(d, page):
 @pytest.mark.parametrize("d", (128, 192, 256))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_whole_keys_in_every_layout_of_pages(page, d, dtype):
-    """Pages lie side by side, with heads first, as pages of K and V in turns, or a row apart. The last are loaded chunk
-    by chunk, with the same products. Beyond the keys, and in pages that no table names, lies NaN."""
+    """Pages lie side by side, with heads first, as pages of K and V in turns, those of V alone apart, or a row apart.
+    The last are loaded chunk by chunk, with the same products. Behind the keys and between pages lies NaN."""
     torch.manual_seed(0)
     lengths, h, h_kv = (1500, 0, 333), 8, 2
     pool, table = pages_of(lengths, page, h_kv, d, dtype)
@@ -281,6 +281,7 @@ def test_whole_keys_in_every_layout_of_pages(page, d, dtype):
         "side by side": [x.cuda() for x in pool],
         "heads first": [x.transpose(1, 2).contiguous().cuda().transpose(1, 2) for x in pool],
         "in turns": [in_turns[:, 0], in_turns[:, 1]],
+        "V apart": [pool[0].cuda(), torch.stack([pool[1], torch.full_like(pool[1], math.nan)], dim=1).cuda()[:, 0]],
         "a row apart": [x[:, :page] for x in room],
     }
     outs = {}

@@ -384,15 +384,24 @@ def test_few_queries_read_single_keys_and_many_read_copies(plan, d, page):
         ({"between": 16}, "_cache_whole"),  # pages of K and V in turns
         ({"between": 1}, "_cache"),
         ({"between": -8}, "_cache"),
+        ({"of_v": 1}, "_cache"),
+        ({"of_v": 8}, "_cache_whole"),
+        ({"page": 8, "pages": 46339, "between": 8 * 46338}, "_cache_whole"),  # fewer groups than 2^31
+        ({"page": 8, "pages": 46340, "between": 8 * 46339}, "_cache"),
+        ({"pages": 1, "between": 1}, "_cache_whole"),
+        ({"pages": 1, "page": 8192, "between": 1}, "_cache"),
+        ({"d": 192, "d_v": 128, "dropout": 0.1}, "_cache_dropout"),  # by tiles of 192 columns of V
+        ({"dropout": 0.1}, "_cache_whole_dropout"),
     ],
 )
 def test_short_pages_are_loaded_with_whole_keys(plan, changes, ends):
-    x = {"d": 128, "page": 16, "between": 0} | changes
+    x = {"d": 128, "page": 16, "between": 0, "of_v": 0, "dropout": 0} | changes
     d, page = x["d"], x["page"]
+    pages = x.get("pages", 16384 // page)
     far = 4 * d * (page + x["between"])  # from a page to the next one; rows are 4 d apart
-    sizes = {"h": 32, "h_kv": 8, "used": 1, "right": 0, "sms": 132, "pages": 16384 // page, "cols": 8192 // page}
-    shape = {"len_q": 2048, "page": page, "d": d, "d_v": x.get("d_v", d)}
-    kernel = plan(**sizes, **shape, k_batch=far, v_batch=far).split()[0]
+    sizes = {"h": 32, "h_kv": 8, "used": 1, "right": 0, "sms": 132, "pages": pages, "cols": 8192 // page}
+    shape = {"len_q": 2048, "page": page, "d": d, "d_v": x.get("d_v", d), "dropout": x["dropout"]}
+    kernel = plan(**sizes, **shape, k_batch=far, v_batch=far + 4 * d * x["of_v"]).split()[0]
     assert re.fullmatch(rf"attn_fwd_sm90_bf16_\w*_causal{ends}", kernel)
 
 

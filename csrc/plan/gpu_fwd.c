@@ -42,12 +42,14 @@ static double us_of_a_key(const fa_problem *p, const fa_fwd_sm90_columns *t) {
 
 /* Short pages come with all columns of their keys in one box of TMA, because many small boxes take longer than the
  * products. Boxes of 32 keys and more do not bind (cuda/measurements/decode.md, Prompts). */
-static bool loads_whole_keys(const fa_problem *p) {
+static bool loads_whole_keys(const fa_problem *p, unsigned features) {
     enum { LONG = 32 };
+    const unsigned wanted = (features & FA_ALL_FEATURES) | FA_WHOLE_KEYS;
     if (!p->paged || fa_loads_single_keys(p) || fa_cache_box(p, LONG) == LONG || !fa_has_groups(p)) return false;
     for (int row = 0; row < fa_families[FA_FWD_SM90].num_rows; row++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(row);
-        if (t->d == p->d && t->d_v == p->d_v && fa_families[FA_FWD_SM90].rows[row].serves & FA_WHOLE_KEYS) return true;
+        const unsigned serves = fa_families[FA_FWD_SM90].rows[row].serves;
+        if (t->d == p->d && t->d_v == p->d_v && (serves & wanted) == wanted) return true;
     }
     return false;
 }
@@ -250,9 +252,13 @@ static const char *why_not_row(const fa_problem *p, int row, unsigned features) 
 }
 
 static unsigned features_of(const fa_problem *p) {
-    const unsigned of_pages = fa_loads_single_keys(p) ? FA_SINGLE_KEYS : loads_whole_keys(p) ? FA_WHOLE_KEYS : 0u;
-    const unsigned of_cache = fa_reads_cache(p) ? FA_CACHE | of_pages : 0u;
-    return fa_cuda_features(p) | of_cache | (fa_has_mods(p) ? FA_FLEX : 0u);
+    const unsigned features = fa_cuda_features(p);
+    unsigned of_cache = fa_reads_cache(p) ? FA_CACHE : 0u;
+    if (of_cache && fa_loads_single_keys(p))
+        of_cache |= FA_SINGLE_KEYS;
+    else if (of_cache && loads_whole_keys(p, features))
+        of_cache |= FA_WHOLE_KEYS;
+    return features | of_cache | (fa_has_mods(p) ? FA_FLEX : 0u);
 }
 
 /* A row of the table, or -1, and how its work tiles are cut over a cache or where they are few. */

@@ -342,9 +342,11 @@ int64_t fa_groups_of_page(const fa_problem *p, const fa_view *t) {
 }
 
 static bool of_groups(const fa_problem *p, const fa_view *t) {
-    if (t->stride_row <= 0) return false;
-    if (p->num_pages > 1 && (t->stride_b % (GROUP * t->stride_row) || t->stride_b / t->stride_row < p->page_size))
-        return false;
+    if (t->stride_row <= 0 || p->num_pages >= INT32_MAX) return false;
+    if (p->num_pages > 1) {
+        const int64_t rows = t->stride_b / t->stride_row; /* from a page to the next one */
+        if (t->stride_b % t->stride_row || rows % GROUP || rows < p->page_size) return false;
+    }
     return fa_groups_of_page(p, t) < INT32_MAX / (p->num_pages + 1);
 }
 

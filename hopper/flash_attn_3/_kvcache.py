@@ -109,8 +109,8 @@ def flash_attn_with_kvcache(
         page_table: int32 ``[b, max_pages]``: the pages of each sequence. Entries past the pages needed are not read.
             Pages hold any number of keys. On Hopper, many queries over pages of no multiple of 8 keys copy the pages
             first, up to 1 GiB (``gathers`` of ``explain``). Few queries load their keys one by one (kernels whose names
-            have ``_single``). Pages of 8 to 31 keys, whose columns fill several chunks of 64, are loaded with all
-            columns at once (``_whole``).
+            have ``_single``). Pages of a multiple of 8 keys, but not of 32, whose columns fill several chunks of
+            64, are loaded with all columns at once (``_whole``).
         cu_seqlens_q, cu_seqlens_k_new: int32 ``[b + 1]``: 0, then the running sums of the lengths.
         max_seqlen_q: at least the longest length of packed queries.
         rotary_seqlens: int32 ``[b]``: the offsets of the rotary embedding; None: cache_seqlens.

@@ -138,6 +138,7 @@ static fa_attn_fwd_rows rows_of_pages(const tensor &t, int page) {
 
 /* Keys in a cache. Behind the keys of a sequence lie NaN, for TMA after zeros as gather.cu leaves them. */
 struct cache_tensors {
+    pages_apart apart[2];
     int page, cols, capacity, num_pages;
     std::vector<int> table, rows_of, len_kv;
 
@@ -182,7 +183,10 @@ struct cache_tensors {
         p.cache.rows_inverse = FA_ROWS_INVERSE(rows), p.cache.num_parts = x.parts;
         p.cache.k = rows_of_pages(k, page), p.cache.v = rows_of_pages(v, page),
         p.cache.by_page_size = fa_division_by((unsigned)page);
-        p.cache.page_groups[0] = p.cache.page_groups[1] = page / 8;
+        if (WHOLE_KEYS) { /* K and V lie in pages that are not equally far apart. */
+            apart[0].move(k, page, 8), apart[1].move(v, page, 24);
+            p.cache.page_groups[0] = (page + 8) / 8, p.cache.page_groups[1] = (page + 24) / 8;
+        }
     }
 };
 #endif

@@ -209,14 +209,15 @@ static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *
 }
 
 /* Pages of a cache whose keys are loaded whole, in groups of 8 keys and chunks of 128 bytes. A map's rows are groups,
- * and its box has box_rows of them. */
+ * and its box has box_rows of them. A box without a used key begins at the group `sequences`. */
 static void cp_async_bulk_tensor_load(void *dst, const fa_tensor_map *map, u64 *barrier, int column, int row, int chunk,
                                       int group, int head, u64) {
     const emulated_map m = map_of(map);
     const int chunks = m.columns / 64, box_bytes = m.box_rows * chunks * 1024;
     const u32 box = smem_address(dst);
     EXPECT(box % 1024 == 0 && m.columns % 64 == 0 && m.box_row_bytes == 128 && m.element_bytes == 2);
-    EXPECT(column == 0 && row == 0 && chunk == 0 && group >= 0 && group <= m.rows && head >= 0 && head < m.heads);
+    EXPECT(column == 0 && row == 0 && chunk == 0 && head >= 0 && head < m.heads);
+    EXPECT(group >= 0 && (group < m.rows || group == m.sequences));
     memset(dst, 0xff, (size_t)box_bytes);
     add_copy(true, [=] {
         for (int i = 0; i < box_bytes; i += 16) {

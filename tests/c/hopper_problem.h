@@ -52,15 +52,27 @@ template <class type> struct tensor_of {
         const long row_bytes = BYTES * h * d;
         map = {(char *)data.data(), row_bytes, BYTES * d, page_size * row_bytes, d, page_size, h,
                rows / page_size,    box_rows,  ROW_BYTES};
-#if WHOLE_KEYS
-        map.rows = rows / 8, map.box_rows = box_rows / 8;
-#endif
         const emulated_map *place = &map;
         memcpy(to.words, &place, sizeof place);
     }
 };
 
 typedef tensor_of<element> tensor;
+
+/* The keys of a cache that are loaded whole, with room of `apart` keys between pages, which holds NaN. */
+struct pages_apart {
+    std::vector<element> data;
+
+    void move(tensor &t, int page_size, int apart) {
+        const int num_pages = t.rows / page_size, far = page_size + apart;
+        const size_t row = (size_t)(t.h * t.d), of_page = (size_t)page_size * row;
+        data.assign((size_t)((num_pages - 1) * far + page_size) * row, element{0x7fff});
+        for (int n = 0; n < num_pages; n++)
+            std::copy_n(&t.data[(size_t)n * of_page], of_page, &data[(size_t)(n * far) * row]);
+        t.map.data = (char *)data.data(), t.map.rows = (int)(data.size() / row) / 8, t.map.box_rows /= 8;
+        t.map.sequences = num_pages * far / 8;
+    }
+};
 
 /* The elements of a tensor in double. */
 struct numbers {

@@ -203,6 +203,22 @@ def test_cache(packs, page):
         torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("d", "d_v"), [(64, 128), (64, 256), (192, 128), (192, 192)])
+@pytest.mark.parametrize("page", [8, 16, 40])
+def test_prompts_over_short_pages(page, d, d_v):
+    """On Hopper K and V come in boxes of all their columns, which may be of different widths."""
+    pages = 2 * 640 // page
+    q, k, v = make(2, 200, 4, d), make(pages, page, 2, d), make(pages, page, 2, d_v)
+    given = {
+        "cache_seqlens": torch.tensor([633, 77], dtype=torch.int32),
+        "page_table": torch.randperm(pages).view(2, -1).to(torch.int32),
+        "causal": True,
+        "return_softmax_lse": True,
+        "num_splits": 1,
+    }
+    compare(fa3.flash_attn_with_kvcache, q, k, v, **given)
+
+
 def test_graph_and_margin():
     """A call can be recorded, and a margin changes no result."""
     q = make(2, 300, 4, 64).cuda()
