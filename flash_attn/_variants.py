@@ -33,8 +33,9 @@ def _is_common(name, own, number, generation):
         return False
     if "_single" in name:
         return False
-    # Short pages of 192 columns are rare, and flash_attn_3's wheel has room for those of 128 columns alone.
-    if "_whole" in name and not re.search(r"_d128_" if generation == 3 else r"_d(128|256)_", name):
+    # Short pages of 192 columns are rare. A wheel has no room for tiles of few queries of 256 columns, and that of
+    # flash_attn_3 for 128 columns alone.
+    if "_whole" in name and not re.search(r"_d128_" if generation == 3 else r"_d(128_|256_q128)", name):
         return False
     # A wheel has no room for packed sequences of rarer head dimensions, and of up to 64 tokens at the wider ones.
     if own and "_varlen" in name and re.search(r"_sm90_\w+_(d(48|112|160)_|d(128|192|256)_q64)", name):
