@@ -3,7 +3,7 @@ come from uniform registers. The test needs nvcc, but no GPU.
 
 Of each family one row of tiles.def for each head dimension is compiled, with features that change from row to row. Of
 Hopper's forward these are all rows, and rows for caches once more with a cache. FLASH_ATTN_TEST_ALL_KERNELS=1 compiles
-every kernel for every architecture that takes it, which are hundreds of kernels.
+every kernel for every architecture that takes it, which are thousands of kernels.
 """
 
 import os
