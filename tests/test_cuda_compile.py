@@ -1,9 +1,9 @@
 """The kernels' sources compile without costly spills, and wgmma stays asynchronous. Its matrix descriptors
 come from uniform registers. The test needs nvcc, but no GPU.
 
-Of each family one row of tiles.def for each head dimension is compiled, with features that change from row to row. Of
-Hopper's forward these are all rows, and rows for caches once more with a cache. FLASH_ATTN_TEST_ALL_KERNELS=1 compiles
-every kernel for every architecture that takes it, which are thousands of kernels.
+Every row of tiles.def is compiled once, with features that change from row to row, and Hopper's rows for caches once
+more with a cache. Of the decode kernels and those before Hopper only one row for each head dimension is compiled.
+FLASH_ATTN_TEST_ALL_KERNELS=1 compiles every kernel for every architecture that takes it: thousands of kernels.
 """
 
 import os

@@ -4,7 +4,7 @@
 #include "plan/gpu_problem.h"
 #include "system/lock.h"
 
-enum { MAX_RANK = 5, CHUNK = 64, GROUP = 8 };
+enum { MAX_RANK = 5, CHUNK = 64 };
 
 /* All inputs of a map. */
 typedef struct {
@@ -72,12 +72,13 @@ static description describe(const fa_problem *p, const fa_view *t, int64_t num_r
 
 static description describe_groups(const fa_problem *p, const fa_view *t, int columns, int box_rows) {
     const uint64_t bytes = fa_dtype_bytes(p->dtype), row_bytes = (uint64_t)t->stride_row * bytes;
-    const int64_t groups = (p->num_pages - 1) * fa_groups_of_page(p, t) + p->page_size / GROUP;
+    const int64_t groups = (p->num_pages - 1) * fa_groups_of_page(p, t) + p->page_size / FA_GROUP;
     return (description){
         .base = t->data,
-        .size = {CHUNK, GROUP, (uint64_t)(columns / CHUNK), (uint64_t)groups, (uint64_t)p->h_kv},
-        .stride_bytes = {row_bytes, CHUNK * bytes, GROUP * row_bytes, p->h_kv > 1 ? (uint64_t)t->stride_h * bytes : 32},
-        .box = {CHUNK, GROUP, (uint32_t)(columns / CHUNK), (uint32_t)(box_rows / GROUP), 1},
+        .size = {CHUNK, FA_GROUP, (uint64_t)(columns / CHUNK), (uint64_t)groups, (uint64_t)p->h_kv},
+        .stride_bytes = {row_bytes, CHUNK * bytes, FA_GROUP * row_bytes,
+                         p->h_kv > 1 ? (uint64_t)t->stride_h * bytes : 32},
+        .box = {CHUNK, FA_GROUP, (uint32_t)(columns / CHUNK), (uint32_t)(box_rows / FA_GROUP), 1},
         .rank = 5,
         .data_type = type_of(p->dtype),
     };

@@ -333,19 +333,17 @@ int fa_cache_box(const fa_problem *p, int block_kv) {
     return (int)box;
 }
 
-enum { GROUP = 8 }; /* rows after which TMA's pattern repeats */
-
-bool fa_loads_single_keys(const fa_problem *p) { return p->paged && fa_cache_box(p, 32) % GROUP != 0; }
+bool fa_loads_single_keys(const fa_problem *p) { return p->paged && fa_cache_box(p, 32) % FA_GROUP != 0; }
 
 int64_t fa_groups_of_page(const fa_problem *p, const fa_view *t) {
-    return (p->num_pages > 1 ? t->stride_b / t->stride_row : p->page_size) / GROUP;
+    return (p->num_pages > 1 ? t->stride_b / t->stride_row : p->page_size) / FA_GROUP;
 }
 
 static bool of_groups(const fa_problem *p, const fa_view *t) {
     if (t->stride_row <= 0 || p->num_pages >= INT32_MAX) return false;
     if (p->num_pages > 1) {
         const int64_t rows = t->stride_b / t->stride_row; /* from a page to the next one */
-        if (t->stride_b % t->stride_row || rows % GROUP || rows < p->page_size) return false;
+        if (t->stride_b % t->stride_row || rows % FA_GROUP || rows < p->page_size) return false;
     }
     return fa_groups_of_page(p, t) < INT32_MAX / (p->num_pages + 1);
 }

@@ -140,6 +140,9 @@ int fa_cache_box(const fa_problem *problem, int block_kv);
 /* Does Hopper's forward load the keys one by one, because TMA cannot load key tiles in such boxes? */
 bool fa_loads_single_keys(const fa_problem *problem);
 
+/* TMA's swizzle repeats after so many rows. Keys that are loaded whole lie in groups of as many. */
+enum { FA_GROUP = 8 };
+
 /* Do the keys of all pages of K, and of V, form groups of 8 that are equally far apart? TMA then finds a page's keys by
  * the number of their group. */
 bool fa_has_groups(const fa_problem *problem);
