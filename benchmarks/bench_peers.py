@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 
+FLOPS = {"forward": 4, "backward": 10}  # of a pair and column
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = "b", "len_q", "len_kv", "h", "h_kv", "d"
 PROBLEM = "kernel", "pass", "problem", "dtype", *SIZES, "causal"
@@ -124,7 +125,7 @@ def run(options):
             case = replace(case, len_q=tuple(LENGTHS.tolist()), len_kv=tuple(LENGTHS.tolist()))
         made = ready({name: partial(make, case) for name, make in makers.items()})
         rows = []
-        for which, factor in (("forward", 4), ("backward", 10)):
+        for which, factor in ((name, FLOPS[name]) for name in options.passes):
             times, mhz = measure(
                 {name: partial(calls, which) for name, calls in made.items()}, options.seconds, flush, rng
             )
@@ -143,6 +144,7 @@ def run(options):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="problems with one of these texts in 'NAME, D columns'")
+    parser.add_argument("--passes", nargs="+", default=list(FLOPS), choices=FLOPS, help="default: both")
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a problem and pass together")
     parser.add_argument("--added", action="store_true", help="what a call adds to a stream of flushes (_gpu.py)")
     parser.add_argument("--fa3", help="path of FlashAttention-3's library")

@@ -38,9 +38,11 @@ DEVICE void add_sinks(const params &p, const tile &t, int first_row, int row_blo
     }
 }
 
-/* NOTE: lse is stored after O. Before O's store by TMA there is a fence, which would wait until lse has arrived. */
+/* Does nothing if nobody asked for lse. NOTE: lse is stored after O. Before O's store by TMA there is a fence, which
+ * would wait until lse has arrived. */
 DEVICE void store_lse(const float (&lse)[2], const params &p, const tile &t, int first_row, int row_block) {
-    const int lane = threadIdx.x % 32, row = first_row + lane / 4, rows_left = lane % 4 == 0 ? t.len_q - row : 0;
+    const int lane = threadIdx.x % 32, row = first_row + lane / 4;
+    const int rows_left = lane % 4 == 0 && p.lse ? t.len_q - row : 0;
     const int head = head_of_strip(p, t, row_block, warp_of_group());
     float *dst = p.lse + t.b_idx * p.lse_stride_b + head * p.lse_stride_h + t.lse_origin + row;
     if (rows_left > 0) dst[0] = lse[0] == INF ? p.empty_lse : lse[0];
@@ -187,7 +189,7 @@ DEVICE void store_zeros(const params &p, const tile &t, int first_row, int row_b
                          (t.lse_origin + first_row) * p.o_stride_row;
     for (int i = lane; i < rows * vectors && !is_cut(p); i += 32)
         *(uint4 *)(o + i / vectors * p.o_stride_row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
-    if (lane < rows)
+    if (lane < rows && p.lse)
         p.lse[t.b_idx * p.lse_stride_b + head * p.lse_stride_h + t.lse_origin + first_row + lane] =
             p.sinks.values.data ? sink_of_strip(p, t, row_block, warp_of_group()) - shift_of(p, t, first_row + lane)
                                 : p.empty_lse;

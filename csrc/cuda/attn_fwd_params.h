@@ -63,7 +63,7 @@ typedef struct {
 typedef struct {
     fa_tensor_map q, k, v, o;
 
-    float *lse; /* [b, h, len_q], packed [h, total_q]; empty_lse for a row that sees no key */
+    float *lse; /* [b, h, len_q], packed [h, total_q]; empty_lse for a row that sees no key. NULL: not stored */
     long long lse_stride_b, lse_stride_h;
     void *o_data; /* o again, for kernels that store O without TMA; strides count elements */
     long long o_stride_b, o_stride_row, o_stride_h;

@@ -361,7 +361,7 @@ struct consumer : consumer_base {
         finish_softmax(softmax, p, ends.factor, ends.lse);
         if (p.sinks.values.data) add_sinks(p, t, first_row, row_block, ends.factor, ends.lse);
         const int row = first_row + lane / 4;
-        ends.rows_left = lane % 4 == 0 ? t.len_q - row : 0;
+        ends.rows_left = lane % 4 == 0 && p.lse ? t.len_q - row : 0;
         ends.head = uniform(head_of_strip(p, t, row_block, warp));
         ends.lse_dst = p.lse + t.b_idx * p.lse_stride_b + ends.head * p.lse_stride_h + t.lse_origin + row;
         ends.row = uniform(t.q_origin + first_row), ends.batch = uniform(t.q_batch);

@@ -105,7 +105,7 @@ template <int WIDTH> DEVICE void combine(const fa_combine_params &p) {
         x = add_sink(x.lse, sink_of_row(p.sinks.values, p.sinks.shift, at.b_idx, at.head, at.row));
     else if (sum == 0)
         x.lse = p.empty_lse;
-    if (at.col == 0) p.lse[at.b_idx * p.lse_stride_to_b + at.head * p.lse_stride_to_h + at.row] = x.lse;
+    if (at.col == 0 && p.lse) p.lse[at.b_idx * p.lse_stride_to_b + at.head * p.lse_stride_to_h + at.row] = x.lse;
     if (!p.has_columns) return;
     rounded to;
 #pragma unroll

@@ -15,7 +15,7 @@ typedef struct {
     long long lse_stride_part, lse_stride_b, lse_stride_h;
     void *out; /* [b, row, h, d] */
     long long out_stride_b, out_stride_row, out_stride_h;
-    float *lse; /* [b, h, row], rows side by side; empty_lse for a row that no part counts for */
+    float *lse; /* [b, h, row], rows side by side; empty_lse for a row that no part counts for. NULL: not stored */
     long long lse_stride_to_b, lse_stride_to_h;
     float empty_lse;
     int num_parts, h;

@@ -89,7 +89,6 @@ typedef struct {
     X(cuGraphRetainUserObject, (CUgraph graph, CUuserObject object, unsigned references, unsigned flags))       \
     X(cuStreamSynchronize, (CUstream stream))                                                                   \
     X(cuThreadExchangeStreamCaptureMode, (int *mode))                                                           \
-    X(cuMemAlloc_v2, (uint64_t *address, size_t bytes))                                                         \
     X(cuMemGetInfo_v2, (size_t *free_bytes, size_t *bytes))                                                     \
     X(cuMemsetD32Async, (uint64_t to, uint32_t value, size_t num, CUstream stream))                             \
     X(cuMemsetD2D8Async,                                                                                        \

@@ -1,11 +1,7 @@
 /* Fills and copies memory on PyTorch's stream. */
 #include "memory.h"
 
-#include <stdatomic.h>
-
 #include "host.h"
-#include "plan/kernel_table.h"
-#include "system/lock.h"
 
 fa_status fa_cuda_enter(int device_idx, fa_cuda_place *place, fa_error *err) {
     void *stream = NULL;
@@ -91,7 +87,7 @@ fa_status fa_cuda_zero_tensors(const fa_problem *p, const fa_driver *driver, CUs
     CUresult result = 0;
     if (p->pass == FA_FWD) {
         result = zero_rows(p, &p->o, p->total_q, p->h, p->d_v, driver, stream);
-        if (result == 0 && p->lse.data && p->lse.stride_h > 0 && p->h * p->total_q > 0) /* skips the spare row */
+        if (result == 0 && p->lse.data && p->h * p->total_q > 0)
             result =
                 driver->cuMemsetD32Async(address(p->lse.data), minus_infinity, (size_t)(p->h * p->total_q), stream);
     } else {
@@ -114,37 +110,4 @@ fa_status fa_cuda_zero_key_gradients(const fa_problem *p, const fa_driver *drive
                                stream);
         }
     return fa_driver_check(result, "filling the GPU's memory", err);
-}
-
-enum { SPARE_ROWS = 1 << 16 };
-static _Atomic(float *) spare[FA_MAX_GPUS];
-static fa_lock lock = FA_LOCK_INIT;
-
-/* The spare row stays for the life of the process, because a CUDA graph may have recorded its address. */
-static fa_status allocate_spare(int device_idx, fa_error *err) {
-    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    uint64_t rows = 0;
-    fa_cuda_place place;
-    fa_status status = fa_cuda_enter(device_idx, &place, err);
-    if (status != FA_OK) return status;
-    place.driver->cuThreadExchangeStreamCaptureMode(&mode);
-    status = fa_driver_check(place.driver->cuMemAlloc_v2(&rows, SPARE_ROWS * sizeof(float)), "allocating memory", err);
-    place.driver->cuThreadExchangeStreamCaptureMode(&mode);
-    if (status == FA_OK) atomic_store_explicit(&spare[device_idx], (float *)(uintptr_t)rows, memory_order_release);
-    fa_cuda_leave(&place);
-    return status == FA_ENOMEM_GPU ? FA_OK : status; /* without a spare row, lse goes to the call's workspace */
-}
-
-fa_status fa_cuda_spare_lse(fa_problem *p, const fa_plan *plan, fa_error *err) {
-    fa_status status = FA_OK;
-    if (plan->gpu.family != FA_FWD_SM90 || (p->cu_seqlens_q ? p->total_q : p->len_q) > SPARE_ROWS) return FA_OK;
-    if (!atomic_load_explicit(&spare[p->device_idx], memory_order_acquire)) {
-        fa_lock_acquire(&lock);
-        if (!atomic_load_explicit(&spare[p->device_idx], memory_order_acquire))
-            status = allocate_spare(p->device_idx, err);
-        fa_lock_release(&lock);
-    }
-    float *rows = atomic_load_explicit(&spare[p->device_idx], memory_order_acquire);
-    if (status == FA_OK && rows) p->lse = (fa_row_stats){.data = rows};
-    return status;
 }

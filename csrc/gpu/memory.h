@@ -40,9 +40,4 @@ fa_status fa_cuda_zero_tensors(const fa_problem *problem, const fa_driver *drive
 fa_status fa_cuda_zero_key_gradients(const fa_problem *problem, const fa_driver *driver, CUstream stream,
                                      fa_error *err);
 
-/* Gives scratch memory to an LSE that the caller did not ask for. The scratch memory is one row. All heads write their
- * LSE to the same row, and no kernel reads the row. lse stays absent if the plan's kernel might read lse, or if the row
- * is too short. */
-fa_status fa_cuda_spare_lse(fa_problem *problem, const fa_plan *plan, fa_error *err);
-
 #endif

@@ -11,6 +11,7 @@
 #include "gpu/memory.h"
 #include "gpu/run.h"
 #include "machine.h"
+#include "plan/kernel_table.h"
 #include "plan/plan.h"
 #include "plans.h"
 #include "workspace.h"
@@ -21,14 +22,13 @@ static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
 
 static const fa_pool torch_pool = {torch_parallel_for};
 
-/* Finds scratch memory for an LSE that the caller did not ask for. The scratch memory lies behind the plan's workspace,
- * or on a GPU in a spare row (gpu/memory.h). */
-static fa_status place_unwanted_lse(fa_problem *problem, const fa_plan *plan, size_t *bytes, fa_error *err) {
-    fa_status status = FA_OK;
-    if (problem->device == FA_CUDA) status = fa_cuda_spare_lse(problem, plan, err);
-    if (status == FA_OK && !problem->lse.data)
-        *bytes = (*bytes + 255) / 256 * 256 + sizeof(float) * (size_t)(problem->h * problem->total_q);
-    return status;
+/* Returns the bytes of workspace of a call. only_out: nobody asked for the LSE. A kernel that stores it all the same
+ * gets memory for it behind the plan's workspace. */
+static size_t workspace_bytes(const fa_problem *problem, const fa_plan *plan, bool only_out) {
+    const size_t bytes = plan->workspace_bytes;
+    const bool is_stored = problem->device == FA_CPU || !fa_families[plan->gpu.family].stores_lse_if_wanted;
+    if (!only_out || !is_stored) return bytes;
+    return (bytes + 255) / 256 * 256 + sizeof(float) * (size_t)(problem->h * problem->total_q);
 }
 
 /* The kernels of the CPU leave sinks to a step behind them. */
@@ -85,10 +85,9 @@ static fa_status run_in(size_t bytes, fa_problem *problem, const fa_plan *plan, 
 }
 
 static fa_status run_with_workspace(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {
-    size_t bytes = plan->workspace_bytes;
     const bool fresh_out = call->pass == FA_FWD && (!call->out.handle || call->fresh_out);
-    fa_status status = call->only_out ? place_unwanted_lse(problem, plan, &bytes, err) : FA_OK;
-    return status == FA_OK ? run_in(bytes, problem, plan, call->zero_tensors || fresh_out, err) : status;
+    const size_t bytes = workspace_bytes(problem, plan, call->only_out);
+    return run_in(bytes, problem, plan, call->zero_tensors || fresh_out, err);
 }
 
 /* Asks for the kernels of a plan on an imagined GPU (gpu/driver.h). Nothing runs, so addresses in the workspace are
@@ -122,9 +121,7 @@ fa_status fa_execute_problem(fa_problem *problem, bool only_out, fa_error *err) 
     fa_status status = make_plan(problem, &plan, err);
     if (status != FA_OK || fa_plan_only()) return status;
     if (fa_gpu_imagined()) return ask_for_kernels(problem, &plan, err);
-    size_t bytes = plan.workspace_bytes;
-    if (only_out) status = place_unwanted_lse(problem, &plan, &bytes, err);
-    return status == FA_OK ? run_in(bytes, problem, &plan, false, err) : status;
+    return run_in(workspace_bytes(problem, &plan, only_out), problem, &plan, false, err);
 }
 
 static fa_status write_and_run(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {

@@ -106,6 +106,12 @@ static void check_case(bool at_end, bool has_many_rows) {
     const size_t bytes = (size_t)(rows * c.out.stride_h) * fa_dtype_bytes(c.dtype), gap = fa_dtype_bytes(c.dtype);
     if (at_end && c.d < c.out.stride_h) /* elements between rows stay */
         assert_memory_equal((char *)on_gpu.out.data + bytes - gap, "\xff\xff\xff\xff", gap);
+
+    fa_combination out_alone = on_gpu; /* nobody asks for lse */
+    bring_results(&out_alone, at_end);
+    out_alone.lse.data = NULL;
+    if (fa_cuda_combine(&out_alone, &err)) fail_msg("%s", err.text);
+    if (c.d > 0) assert_memory_equal(on_gpu.out.data, out_alone.out.data, bytes - (size_t)(c.out.stride_h - c.d) * gap);
     guarded_free_all();
 }
 
