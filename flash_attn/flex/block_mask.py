@@ -246,7 +246,8 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
 def _state_of(block_mask, mask):
     """What must not change, so that the lists of a block mask say the same as its mask_mod."""
     lists, (program, _, numbers) = [getattr(block_mask, name) for name in LISTS], mask
-    return (block_mask.mask_mod, block_mask.seq_lengths, program.text, numbers), lists, [x._version for x in lists]
+    sizes = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    return (block_mask.mask_mod, *sizes, program.text, numbers), lists, [x._version for x in lists]
 
 
 def is_own(block_mask, mask):
@@ -254,11 +255,12 @@ def is_own(block_mask, mask):
     state = getattr(block_mask, "lists_of_mask_mod", None)
     if state is None:
         return False
-    (mask_mod, lengths, text, numbers), lists, versions = state
+    (mask_mod, lengths, block_size, text, numbers), lists, versions = state
     num, places, full_num, full_places = lists
     return (
         block_mask.mask_mod == mask_mod
         and block_mask.seq_lengths == lengths
+        and block_mask.BLOCK_SIZE == block_size
         and numbers == mask[2]
         and text == mask[0].text
         and block_mask.kv_num_blocks is num

@@ -302,6 +302,18 @@ def test_masks_are_made_outside_of_transforms(make):
     assert torch.equal(torch.vmap(loss)(torch.ones(2, 3)), torch.full((2,), 3.0))
 
 
+@pytest.mark.parametrize("block", [(64, 128), (128, 64)], ids=str)
+def test_lists_count_blocks_of_the_size_that_the_mask_says_now(block):
+    """The size is changed behind create_block_mask, which knows its own lists again."""
+    q, found = torch.randn(1, 1, 256, 16, dtype=torch.float64), []
+    for maker in (ours, theirs):
+        mask = maker.create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+        mask.BLOCK_SIZE = block
+        found.append(ours.flex_attention(q, q, q, block_mask=mask))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], ours.flex_attention(q, q, q, mask_mod=lambda b, h, i, j: i >= j))
+
+
 def test_wrong_lists_are_refused():
     program, tensors, numbers = tracer.program_of(lambda b, h, q, k: q >= k)
     shapes = [(1, 1, 2), (1, 1, 2, 3), (1, 1, 3), (1, 1, 3, 2)]
