@@ -31,7 +31,7 @@ from flash_attn._arguments import (
     split,
     unfold,
 )
-from flash_attn._dispatch import call, call_op, check_not_traced, directly, transforms_are_active
+from flash_attn._dispatch import call, call_op, check_not_traced, directly, is_exporting, transforms_are_active
 from flash_attn._ops import NO_JVP, NO_SECOND_DERIVATIVE, empty_like, flash_attn_2_cuda, register_once
 
 _dense, _packed = torch.ops.flash_attn._flash_attn_forward, torch.ops.flash_attn._flash_attn_varlen_forward
@@ -257,6 +257,10 @@ def attend(
     causal, softcap = as_number(causal, "causal"), as_number(softcap, "softcap")
     mask = as_scale(softmax_scale, tensors[0]), causal, as_window(window_size), softcap
     has_transforms = transforms_are_active()
+    if is_exporting() and not has_transforms and block_table is None:
+        # torch.export drops the backward of an autograd.Function. The op has gradients of its own.
+        results = _forward(tensors, lengths, dropout_p, mask, alibi_slopes, return_softmax, block_table)
+        return results[:3] if return_softmax else results[0]
     if has_transforms:
         check_not_traced()
         alibi_slopes = maybe_contiguous(alibi_slopes)  # where a vmap has its dimension is unseen

@@ -12,6 +12,23 @@ from torch.compiler import is_compiling
 from flash_attn._arguments import has_distributed, maybe_contiguous
 from flash_attn._ops import flash_attn_2_cuda, refuse_tangents
 
+# Does torch.export trace? Before torch 2.7 nobody can know.
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+class _NoContext:
+    def save_for_backward(self, *_):
+        pass
+
+
+def recorded(function, *arguments):
+    """Returns ``function.apply(*arguments)`` of an autograd.Function whose forward has only torch's own operators.
+
+    torch.export drops the backward of such a function, and the exported program would lose gradients in silence. So it
+    gets the operators, which have gradients of their own.
+    """
+    return function.forward(_NoContext(), *arguments) if is_exporting() else function.apply(*arguments)
+
 
 def call_op(op, *arguments):
     """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from flash_attn import _vmap
 from flash_attn import flash_attn_interface as interface
-from flash_attn._dispatch import check_not_traced, is_unseen, transforms_are_active
+from flash_attn._dispatch import check_not_traced, is_exporting, is_unseen, transforms_are_active
 from flash_attn._imagined import is_imagined, is_on_cpu
 from flash_attn._ops import (
     check_layout,
@@ -260,10 +260,13 @@ def _check(q, k, attn_bias, attn_mask, sinks, lengths):
     return shape
 
 
-@torch.no_grad()
 def _check_by_op(q, k, v, lengths, mask, alibi_slopes):
-    """Checks tensors, lengths and options as the plain op does. It computes nothing, because it gets no query heads."""
+    """Checks tensors, lengths and options as the plain op does. It computes nothing, because it gets no query heads.
+
+    NOTE: under torch.no_grad an exported graph would have a part without results, which torch.export.load refuses.
+    """
     none, one = slice(0, 0), slice(0, 1)
+    q, k, v = (x.detach() for x in (q, k, v))
     slopes = None if alibi_slopes is None else alibi_slopes[..., none]
     op = interface._flash_attn_varlen_forward if lengths else interface._flash_attn_forward
     op(q[..., none, :], k[..., one, :], v[..., one, :], *lengths, 0.0, *mask, slopes, False)
@@ -378,6 +381,8 @@ def attend(
         "attn_mask": attn_mask is not None,
         "return_max_logits": return_max_logits,
         "return_lse with gradients": return_lse and is_recorded,
+        # an exported program gets its gradients from the op of flex_attention, which knows sinks and lse
+        "torch.export": is_exporting() and block_table is None and not (dropout_p and not is_recorded),
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
     max_scores = None

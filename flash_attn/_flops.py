@@ -112,7 +112,7 @@ FORMULAS = {
 }
 
 
-FORMULAS_OF_FLEX = {"flex_forward": _flex_forward, "flex_backward": _flex_backward}
+FORMULAS_OF_FLEX = {"flex_forward": _flex_forward, "flex_attend": _flex_forward, "flex_backward": _flex_backward}
 
 
 def register(formulas=FORMULAS):

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor
 
+from flash_attn._dispatch import is_exporting, recorded
+
 __all__ = [
     "IndexFirstAxis",
     "IndexFirstAxisResidual",
@@ -100,7 +102,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     >>> index_first_axis(torch.arange(4), torch.tensor([3, 0]))
     tensor([3, 0])
     """
-    return IndexFirstAxis.apply(input, indices)
+    return recorded(IndexFirstAxis, input, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
@@ -109,7 +111,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     >>> index_put_first_axis(torch.tensor([5, 7]), torch.tensor([3, 0]), 4)
     tensor([7, 0, 0, 5])
     """
-    return IndexPutFirstAxis.apply(values, indices, first_axis_dim)
+    return recorded(IndexPutFirstAxis, values, indices, first_axis_dim)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,6 +121,8 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
     >>> rows, residual
     (tensor([3., 0.]), tensor([0., 1., 2., 3.]))
     """
+    if is_exporting():  # detach would drop a gradient
+        return index_first_axis(input, indices), input
     return IndexFirstAxisResidual.apply(input, indices)
 
 

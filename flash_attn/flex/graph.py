@@ -7,6 +7,7 @@ before a backend sees a graph of ATen, and no backend can fall back to PyTorch's
 """
 
 import operator
+import types
 import weakref
 
 import torch
@@ -14,6 +15,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import proxy_tensor
 
+from .._dispatch import is_exporting
 from .._ops import without_second_derivative
 from .._sinks import add_sinks, gradient_of_sinks
 from . import arguments, ops
@@ -172,7 +174,10 @@ def _tensors_of(tail):
 
 
 class _Attention(torch.autograd.Function):
-    """The op with its gradients, and the epilogue of sinks. ``head`` are arguments before those of the score_mod."""
+    """The op with its gradients, and the epilogue of sinks. ``head`` are arguments before those of the score_mod.
+
+    An exported program has ``flex_attend`` instead, because torch.export drops the backward of a function.
+    """
 
     @staticmethod
     def forward(ctx, program, head, tail, options, query, key, value, sinks, num, *tensors):
@@ -256,6 +261,7 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_recorded:
         sequences.refuse_gradients()
+    is_recorded = is_recorded or is_exporting()  # whoever runs an exported program may record
     may_be_plain = (
         not options["wants_max"] and not (options["wants_lse"] and is_recorded) and all(map(_is_as_made, lists))
     )
@@ -263,6 +269,14 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     of_sequences = ([] if all(x is None for x in sequences[:3]) else list(sequences[:3]), sequences.blocks_have_offset)
     tail = (score[2:] if score else ([], []), *of_mask, *blocks, *of_sequences)
     program, head = score[0] if score else None, (scale, may_be_plain)
+    if is_exporting():
+        wanted = [i for i, x in enumerate(tensors) if x.is_floating_point()]
+        text, places = derivative_of(program, wanted) if program else (b"", [])
+        mod = program.text.hex() if program else "", list(tensors), *tail[0]
+        return torch.ops.flash_attn.flex_attend(
+            query, key, value, *head, *mod, *tail[1:], options["wants_max"], sinks, text.hex(), list(places), wanted,
+            options["deterministic"],
+        )  # fmt: skip
     return _Attention.apply(program, head, tail, options, query, key, value, sinks, len(tensors), *tensors)
 
 
@@ -305,15 +319,21 @@ def _mask_function(mask_mod):
 
 def is_exported():
     """Does torch.export trace without Dynamo? Its tensors have no memory for the kernels."""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def exported(function, *args, **kwargs):
-    """Calls the function so that Dynamo traces it, as PyTorch's ``flex_attention`` does."""
+    """Calls the function so that Dynamo traces it, as PyTorch's ``flex_attention`` does.
+
+    Dynamo remembers the sizes that a code object has seen, and may fix a size that differs from export to export. So
+    each export has a code object of its own.
+    """
     from torch._higher_order_ops.utils import setup_compilation_env
 
+    fresh = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    fresh.__defaults__, fresh.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     with setup_compilation_env() as backend:
-        return torch.compile(function, backend=backend, fullgraph=True)(*args, **kwargs)
+        return torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
 
 
 def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences):

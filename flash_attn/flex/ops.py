@@ -9,11 +9,13 @@ import collections
 import struct
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._flops import FORMULAS_OF_FLEX
 from .._flops import register as register_flops
 from .._imagined import is_on_cpu
-from .._ops import empty_like, forget_own_kernels, register_once
+from .._ops import empty_like, forget_own_kernels, register_once, without_second_derivative
+from .._sinks import add_sinks, gradient_of_sinks
 from . import calls
 from .program import BOOL, F64
 from .sequences import Sequences, key_length, shift_of
@@ -30,6 +32,8 @@ SCHEMAS = {
     "flex_backward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, Tensor out, Tensor lse, Tensor dout, "
     "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted, bool deterministic, "
     "float[] plain=[]) -> Tensor[]",
+    "flex_attend": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, Tensor? sinks, str derivative, "
+    "int[] places, int[] wanted, bool deterministic) -> (Tensor, Tensor, Tensor)",
     "flex_classify": f"(Tensor like, {MOD.format('mask')}, SymInt[] shape, SymInt[] block_size) -> Tensor[]",
 }
 
@@ -196,6 +200,56 @@ def _backward_fake(query, key, value, scale, may_be_plain, *rest):
     return [x for x in gradients if x is not None] + sums
 
 
+# ---- exported programs -----------------------------------------------------------------------------------------------
+# torch.export drops the backward of an autograd.Function. So an exported program has flex_attend, which has gradients
+# of its own. It brings the text of the score_mod's derivative, because whoever loads the program may not know the mod.
+
+
+def _attend(query, key, value, scale, may_be_plain, *rest):
+    out, lse, max_scores = _forward(query, key, value, scale, may_be_plain, *rest[:13])
+    sinks = rest[13]
+    return out, lse if sinks is None else add_sinks(out.transpose(1, 2), lse, sinks), max_scores
+
+
+def _is_list_of_tensors(x):
+    return isinstance(x, (list, tuple)) and all(isinstance(element, torch.Tensor) for element in x)
+
+
+def _save(ctx, inputs, output):
+    """The tensors of inputs and output are saved, so that torch checks for changes. ``ctx.rest`` has all else."""
+    *results, max_scores = output
+    Sequences(*(inputs[15] or (None, None, None)), inputs[16]).refuse_gradients()
+    leaves, ctx.spec = tree_flatten((list(inputs), results))
+    ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in leaves))
+    ctx.rest = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+    ctx.mark_non_differentiable(max_scores)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients_of_attend(ctx, dout, dlse, *unused):
+    saved, (*wants, wants_sinks) = ctx.saved_tensors, [ctx.needs_input_grad[i] for i in (0, 1, 2, 18)]
+    with torch.no_grad():
+        leaves = [x if tensor is None else tensor for x, tensor in zip(ctx.rest, saved)]
+        inputs, (out, lse) = tree_unflatten(leaves, ctx.spec)
+        tensors, (sinks, derivative, places, wanted, deterministic) = inputs[6], inputs[18:]
+        if inputs[5] and not derivative:
+            raise RuntimeError("flash_attn::flex_attend has no gradient, because it has a score_mod without derivative")
+        dout = torch.zeros_like(out) if dout is None else dout
+        dlse = None if dlse is None else dlse.float()
+        found = torch.ops.flash_attn.flex_backward(
+            *inputs[:17], out, lse, dout, dlse, wants, derivative, places, wanted, deterministic
+        )
+        gradients = [[None] * len(x) if _is_list_of_tensors(x) else None for x in inputs]
+        found = iter(found)
+        gradients[:3] = [next(found) if want else None for want in wants]
+        for i in wanted:
+            gradients[6][i] = next(found).to(tensors[i].dtype)
+        if wants_sinks:
+            gradients[18] = gradient_of_sinks(sinks, out.transpose(1, 2), lse, dout.transpose(1, 2), dlse)
+    flat, spec = tree_flatten(gradients, is_leaf=lambda x: x is None)
+    return tuple(tree_unflatten(list(without_second_derivative(flat, dout, dlse, *saved)), spec))
+
+
 # ---- eager calls that something watches ------------------------------------------------------------------------------
 
 
@@ -293,6 +347,7 @@ def _register():
     library = torch.library.Library("flash_attn", "FRAGMENT")
     kernels = {
         "flex_forward": (_forward, _forward_fake),
+        "flex_attend": (_attend, _forward_fake),
         "flex_backward": (_backward, _backward_fake),
         "flex_classify": (_classify_op, lambda like, *rest: _empty_lists(like, *rest[-2:])),
     }
@@ -300,8 +355,10 @@ def _register():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         for key in ("CPU", "CUDA"):
             library.impl(name, kernels[name][0], key)
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        if name != "flex_attend":
+            library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"flash_attn::{name}", kernels[name][1], lib=library)
+    torch.library.register_autograd("flash_attn::flex_attend", _gradients_of_attend, setup_context=_save, lib=library)
     forget_own_kernels(SCHEMAS, ("CPU", "CUDA", "Autograd", "Meta"))
     torch.ops.flash_attn._flex_library = library  # keeps the library alive, because its kernels disappear with it
 

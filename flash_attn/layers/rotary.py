@@ -10,6 +10,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from flash_attn._dispatch import recorded
 from flash_attn._types import Device, Offset
 from flash_attn.ops.triton.rotary import apply_rotary
 
@@ -229,7 +230,7 @@ def apply_rotary_emb(
     >>> y.shape, torch.equal(y[..., 16:], x[..., 16:])
     (torch.Size([2, 5, 4, 64]), True)
     """
-    return ApplyRotaryEmb.apply(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
+    return recorded(ApplyRotaryEmb, x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -261,7 +262,7 @@ def apply_rotary_emb_qkv_(
     >>> torch.equal(apply_rotary_emb_qkv_(qkv, angles.cos(), angles.sin())[:, :, 0], q)
     True
     """
-    return ApplyRotaryEmbQKV_.apply(qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
+    return recorded(ApplyRotaryEmbQKV_, qkv, cos, sin, cos_k, sin_k, interleaved, seqlen_offsets, num_heads_q)
 
 
 def apply_rotary_emb_kv_(
@@ -281,7 +282,7 @@ def apply_rotary_emb_kv_(
     >>> torch.equal(apply_rotary_emb_kv_(kv, angles.cos(), angles.sin())[:, :, 1], v)
     True
     """
-    return ApplyRotaryEmbKV_.apply(kv, cos, sin, interleaved, seqlen_offsets)
+    return recorded(ApplyRotaryEmbKV_, kv, cos, sin, interleaved, seqlen_offsets)
 
 
 class RotaryEmbedding(torch.nn.Module):

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn._dispatch import recorded
+
 __all__ = [
     "FastGeLUFunction",
     "GeLUFunction",
@@ -193,7 +195,7 @@ def bias_gelu_impl(input: Tensor, bias: Tensor) -> Tensor:
     >>> bias.grad.shape
     torch.Size([8])
     """
-    return GeLUFunction.apply(input, bias)
+    return recorded(GeLUFunction, input, bias)
 
 
 def fast_gelu_impl(input: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ def fast_gelu_impl(input: Tensor) -> Tensor:
     >>> x.grad
     tensor([0.5000, 0.5000])
     """
-    return FastGeLUFunction.apply(input)
+    return recorded(FastGeLUFunction, input)
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
@@ -215,4 +217,4 @@ def swiglu(x: Tensor, y: Tensor) -> Tensor:
     >>> x.grad
     tensor([0.5000, 0.5000])
     """
-    return SwiGLUFunction.apply(x, y)
+    return recorded(SwiGLUFunction, x, y)

@@ -245,11 +245,13 @@ def _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse, r
     check_tensors(**dict(zip(NAMES[len(tensors)], tensors)))
     if not compiling:
         lengths, options = _frozen(lengths, options)
+    # torch.export drops the backward of an autograd.Function. The op has gradients of its own.
+    is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)()
     if (
-        compiling
+        (compiling and not is_exporting)
         or records_qv
         or forward_ad._current_level >= 0
-        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        or (torch.is_grad_enabled() and not is_exporting and any(x.requires_grad for x in tensors))
     ):
         if not compiling:
             refuse_transforms((*tensors, *options))

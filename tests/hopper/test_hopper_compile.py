@@ -92,6 +92,25 @@ def test_compiled_varlen():
     check_compiled(lambda *x: fa3.flash_attn_varlen_func(*x, cu, cu, 7, 7, seqused_k=used), *qkv)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_trains(strict):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(make(16, 16))
+
+        def forward(self, x):
+            y = x @ self.weight
+            return fa3.flash_attn_func(y, y, y, causal=True) + x * self.weight[0, 0]
+
+    model, x = Block(), make(2, 9, 4, 16)
+    program, found = torch.export.export(model, (x,), strict=strict).module(), []
+    for run in (model, program):
+        out = run(x)
+        found.append([out, *torch.autograd.grad(out.square().sum(), list(run.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("call", ["function", "op"])
 @pytest.mark.parametrize(
     "reason, trained", [("qv", (3,)), ("qv", (0, 1, 2, 3)), ("qv", (0,)), ("chunk", (0, 1, 2))], ids=str

@@ -11,6 +11,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from flash_attn._dispatch import is_exporting
 from flash_attn._types import Offset
 
 __all__ = ["apply_rotary", "rotary_kernel"]
@@ -74,6 +75,8 @@ def apply_rotary(
     sin = -sin if conjugate else sin
     if not inplace:
         return _rotate(x, cos, sin, interleaved, torch.empty_like(x))
+    if is_exporting():  # an exported program would not see a write to x.data, and would leave x as it is
+        return x.copy_(_rotate(x, cos, sin, interleaved, torch.empty_like(x)))
     # NOTE: autograd does not see this write, as it would not see a kernel's write. Otherwise autograd would refuse a
     # leaf that requires grad. If two views of one projection are rotated, autograd would refuse the second view.
     with torch.no_grad():

@@ -1,0 +1,187 @@
+"""Programs of torch.export: results and gradients as in eager mode, also after torch.export.save and load."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, merge_attention
+from flash_attn.bert_padding import index_first_axis, index_first_axis_residual, index_put_first_axis
+from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
+from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+from flash_attn.ops.activations import bias_gelu_impl, fast_gelu_impl, swiglu
+
+HEADS, KV_HEADS, D = 4, 2, 16
+ROWS = torch.tensor([3, 1, 0])
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+def flex(model, q, k, v, **options):
+    options.setdefault("score_mod", lambda s, b, h, i, j: s * 2 + model.slopes[h] * (j - i))
+    out = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True, **options)
+    return out if isinstance(out, torch.Tensor) else sum(x.sum() for x in out)
+
+
+def flex_aux(model, q, k, v):
+    out, aux = flex_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True)
+    )
+    return out.sum() + aux.lse.sin().sum() + aux.max_scores.amax()
+
+
+def blocks(model, q, k, v):
+    n, m = q.shape[1], k.shape[1]
+    return flex(model, q, k, v, block_mask=create_block_mask(causal, None, None, n, m, device=q.device, BLOCK_SIZE=8))
+
+
+def packed(model, q, k, v):
+    lengths = model.lengths, model.lengths, 13, 13
+    return flash_attn_varlen_func(*(x.flatten(0, 1)[:18] for x in (q, k, v)), *lengths, causal=True, sinks=model.sinks)
+
+
+def merged(model, q, k, v):
+    parts = [flash_attn_func(q, k[:, cut], v[:, cut], return_lse=True) for cut in (slice(0, 4), slice(4, None))]
+    return merge_attention(*zip(*parts))[0]
+
+
+def plain(**options):
+    return lambda model, q, k, v: flash_attn_func(q, k, v, **options)
+
+
+CALLS = {
+    "plain": plain(causal=True, softcap=3.0),
+    "with lse": lambda model, q, k, v: flash_attn_func(q, k, v, return_attn_probs=True)[0],
+    "qkvpacked": lambda model, q, k, v: flash_attn_qkvpacked_func(
+        torch.stack((q, q * 2, q + 1), 2), window_size=(3, 2)
+    ),
+    "packed": packed,
+    "sinks": lambda model, q, k, v: flash_attn_func(q, k, v, sinks=model.sinks, window_size=(4, 0)),
+    "bias": lambda model, q, k, v: flash_attn_func(q, k, v, attn_bias=model.slopes[:, None, None] * 2),
+    "bias, mask, sinks": lambda model, q, k, v: flash_attn_func(
+        q, k, v, attn_bias=model.slopes[:, None, None], attn_mask=q.new_ones(1, 1, dtype=torch.bool), sinks=model.sinks
+    ),
+    "lse": lambda model, q, k, v: sum(x.sin().sum() for x in flash_attn_func(q, k, v, return_lse=True)),
+    "max logits": lambda model, q, k, v: flash_attn_func(q, k, v, causal=True, return_max_logits=True)[0],
+    "merged": merged,
+    "flex": flex,
+    "flex, no mod": lambda model, q, k, v: flex(model, q, k, v, score_mod=None),
+    "flex, mask_mod": lambda model, q, k, v: flex(model, q, k, v, mask_mod=causal),
+    "flex, lse": lambda model, q, k, v: flex(model, q, k, v, return_lse=True),
+    "flex, aux": flex_aux,
+    "flex, blocks": blocks,
+    "rotary": lambda model, q, k, v: apply_rotary_emb(q, *model.angles(q.shape[1])),
+    "rotary of qkv": lambda model, q, k, v: apply_rotary_emb_qkv_(torch.stack((q, q, q), 2), *model.angles(q.shape[1])),
+    "rotary of kv": lambda model, q, k, v: apply_rotary_emb_kv_(torch.stack((k, v), 2), *model.angles(k.shape[1])),
+    "activations": lambda model, q, k, v: swiglu(fast_gelu_impl(q), bias_gelu_impl(q, q[0, 0, 0])),
+    "padding": lambda model, q, k, v: index_put_first_axis(index_first_axis(q[0], ROWS), ROWS, 5),
+    "padding, residual": lambda model, q, k, v: sum(x.sum() for x in index_first_axis_residual(q[0], ROWS)),
+}
+
+
+class Model(torch.nn.Module):
+    """A block with a residual, so that a lost gradient of attention leaves another one."""
+
+    def __init__(self, call):
+        super().__init__()
+        gen = torch.Generator().manual_seed(1)
+        self.call = CALLS[call]
+        self.weights = torch.nn.Parameter(torch.randn(3, D, D, generator=gen) / 3)
+        self.slopes = torch.nn.Parameter(torch.randn(HEADS, generator=gen))
+        self.sinks = torch.nn.Parameter(torch.randn(HEADS, generator=gen))
+        self.register_buffer("lengths", torch.tensor([0, 5, 18], dtype=torch.int32))
+
+    def angles(self, n):
+        angles = torch.arange(n)[:, None] * 0.5 ** torch.arange(D // 2)
+        return angles.cos(), angles.sin()
+
+    def forward(self, x):
+        q, k, v = (x @ w for w in self.weights)
+        beside = self.weights.sum() + self.slopes.sum() * 2 + self.sinks.sum() * 3
+        return self.call(self, q, k[:, :, :KV_HEADS], v[:, :, :KV_HEADS]) + beside
+
+
+def inputs(n=11):
+    return torch.randn(2, n, HEADS, D, generator=torch.Generator().manual_seed(n))
+
+
+def gradients(model, x):
+    return torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+
+
+def same(model, program, x):
+    torch.testing.assert_close(program(x), model(x), rtol=1e-5, atol=1e-5)
+    for got, want in zip(gradients(program, x), gradients(model, x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_an_exported_program_trains(call, strict):
+    model = Model(call)
+    same(model, torch.export.export(model, (inputs(),), strict=strict).module(), inputs())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("call", ["plain", "sinks", "bias, mask, sinks", "lse", "max logits", "flex", "flex, mask_mod"])
+def test_an_exported_program_trains_at_any_length_after_save_and_load(call, strict):
+    model, file = Model(call), io.BytesIO()
+    length = {1: torch.export.Dim("length", min=6, max=99)}
+    torch.export.save(torch.export.export(model, (inputs(),), dynamic_shapes=(length,), strict=strict), file)
+    file.seek(0)
+    program = torch.export.load(file).module()
+    for n in (11, 30):
+        same(model, program, inputs(n))
+
+
+PROGRAM = """
+import sys, torch, flash_attn.flex_attention
+program, x = torch.export.load(sys.argv[1]).module(), torch.load(sys.argv[2])
+torch.save(torch.autograd.grad(program(x).square().sum(), list(program.parameters())), sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("call", ["flex", "bias"])
+def test_a_process_that_does_not_know_the_mod_has_its_gradients(call, tmp_path):
+    model, paths = Model(call), [tmp_path / name for name in ("program.pt2", "x.pt", "gradients.pt")]
+    torch.export.save(torch.export.export(model, (inputs(),)), paths[0])
+    torch.save(inputs(), paths[1])
+    subprocess.run([sys.executable, "-c", PROGRAM, *paths], check=True, cwd=Path(__file__).parents[1], timeout=300)
+    for got, want in zip(torch.load(paths[2]), gradients(model, inputs()), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("call", ["sinks", "bias", "flex"])
+def test_exports_do_not_depend_on_those_before(call):
+    """Batch and length vary in turn."""
+    for dim in (0, 1, 0):
+        size = {dim: torch.export.Dim("size", min=1, max=99)}
+        model, x = Model(call), inputs()
+        program = torch.export.export(model, (x,), dynamic_shapes=(size,), strict=False).module()
+        x = torch.cat((x, x), dim)
+        torch.testing.assert_close(program(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("call", ["flex", "bias, mask, sinks"])
+def test_no_second_derivative(call):
+    program = torch.export.export(Model(call), (inputs(),)).module()
+    grads = torch.autograd.grad(program(inputs()).square().sum(), list(program.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        grads[0].sum().backward()
+
+
+def test_dropout_with_sinks_is_refused_where_its_gradient_would_be_lost():
+    class Dropped(torch.nn.Module):
+        def forward(self, q, sinks):
+            return flash_attn_func(q, q, q, dropout_p=0.2, sinks=sinks)
+
+    q, sinks = inputs(), torch.zeros(HEADS, requires_grad=True)
+    with pytest.raises(Exception, match="dropout_p must be 0 with torch.export"):
+        torch.export.export(Dropped(), (q, sinks))
+    with torch.no_grad():
+        assert torch.export.export(Dropped(), (q, sinks)).module()(q, sinks).shape == q.shape
