@@ -139,6 +139,27 @@ def test_an_exported_program_trains_at_any_length_after_save_and_load(call, stri
         same(model, program, inputs(n))
 
 
+@pytest.mark.parametrize("call", ["sinks", "bias, mask, sinks", "flex", "flex, aux", "flex, blocks"])
+def test_the_op_of_exported_programs_keeps_pytorchs_rules(call):
+    program, found = torch.export.export(Model(call), (inputs(),)), []
+
+    class Arguments(torch.fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            if target is torch.ops.flash_attn.flex_attend.default:
+                found.append(args)
+            return super().call_function(target, args, kwargs)
+
+    with torch.no_grad():
+        Arguments(program.module()).run(inputs())
+
+    def leaf(x):
+        return x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, torch.Tensor) else x
+
+    for args in found:
+        torch.library.opcheck(torch.ops.flash_attn.flex_attend.default, torch.utils._pytree.tree_map(leaf, args))
+    assert found
+
+
 PROGRAM = """
 import sys, torch, flash_attn.flex_attention
 program, x = torch.export.load(sys.argv[1]).module(), torch.load(sys.argv[2])
