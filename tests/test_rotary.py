@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn.layers.rotary import (
     RotaryEmbedding,
@@ -266,6 +267,29 @@ def test_compiles():
     x = torch.randn(2, 8, 1, 8, requires_grad=True)
     compiled = torch.compile(lambda x: apply_rotary_emb(x, cos, sin) * 2, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), 2 * apply_rotary_emb(x, cos, sin))
+
+
+def test_the_module_compiles_once_for_all_lengths():
+    torch._dynamo.reset()
+    weight, graphs = torch.randn(16, 16, requires_grad=True), CompileCounterWithBackend("aot_eager")
+    module, compiled = RotaryEmbedding(16), torch.compile(RotaryEmbedding(16), fullgraph=True, backend=graphs)
+    for n in (9, 5, 14, 20, 7, 33):
+        x, kv = torch.randn(2, n, 3, 2, 16), torch.randn(2, n, 2, 2, 16)
+        outs = [(f(x @ weight), *f(x[:, :, 0] @ weight, kv @ weight)) for f in (module, compiled)]
+        torch.testing.assert_close(*outs)
+        grads = [torch.autograd.grad(sum(y.sin().sum() for y in out), weight)[0] for out in outs]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+    assert graphs.frame_count <= 4  # of a fixed and of any length, without and with kv
+
+
+def test_xpos_keeps_its_tables_beside_torch_compile():
+    """Tables of a longer length have another middle, and keys in a cache may have been rotated with it."""
+    torch._dynamo.reset()
+    module, compiled = (RotaryEmbedding(16, scale_base=4.0) for _ in range(2))
+    compiled = torch.compile(compiled, backend="aot_eager")
+    for n in (9, 5, 14):
+        x = torch.randn(2, n, 3, 2, 16)
+        torch.testing.assert_close(compiled(x.clone()), module(x))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flash_attn._dispatch import recorded
 from flash_attn._types import Device, Offset
@@ -339,6 +340,10 @@ class RotaryEmbedding(torch.nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
+        self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = self._tables(seqlen, device, dtype)
+
+    def _tables(self, seqlen, device, dtype):
+        """cos and sin of q and of k. Those of k are None if q and k share tables."""
         # NOTE: module.half() rounds the buffer, and positions in the thousands need the fp32 frequencies.
         fp32 = self.inv_freq.dtype == torch.float32
         inv_freq = self.inv_freq.to(device) if fp32 else self._compute_inv_freq(device)
@@ -346,12 +351,10 @@ class RotaryEmbedding(torch.nn.Module):
         angles = torch.outer(positions, inv_freq)
         cos, sin = angles.cos(), angles.sin()
         if self.scale is None:
-            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
-            return
+            return cos.to(dtype), sin.to(dtype), None, None
         power = (positions - seqlen // 2) / self.scale_base
         scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
-        self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
-        self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+        return tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
 
     def forward(
         self,
@@ -378,17 +381,23 @@ class RotaryEmbedding(torch.nn.Module):
         if max_seqlen is None:
             largest = int(seqlen_offset.max()) if isinstance(seqlen_offset, torch.Tensor) else seqlen_offset
             max_seqlen = largest + max(qkv.shape[1], 0 if kv is None else kv.shape[1])
-        self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
-        tables = self._cos_cached, self._sin_cached
-        tables_k = tables if self.scale is None else (self._cos_k_cached, self._sin_k_cached)
+        # A graph keeps no tables, because it would be made again for each length. Those of XPos depend on the longest
+        # length so far, so they are kept, and torch.compile leaves them to Python.
+        if is_compiling() and self.scale is None:
+            *tables, cos_k, sin_k = self._tables(max_seqlen, qkv.device, qkv.dtype)
+        else:
+            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+            tables, cos_k, sin_k = (self._cos_cached, self._sin_cached), self._cos_k_cached, self._sin_k_cached
         if kv is None:
             return apply_rotary_emb_qkv_(
                 qkv,
                 *tables,
-                *tables_k,
+                cos_k,
+                sin_k,
                 interleaved=self.interleaved,
                 seqlen_offsets=seqlen_offset,
                 num_heads_q=num_heads_q,
             )
         q = apply_rotary_emb(qkv, *tables, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
-        return q, apply_rotary_emb_kv_(kv, *tables_k, self.interleaved, seqlen_offset)
+        of_k = tables if cos_k is None else (cos_k, sin_k)
+        return q, apply_rotary_emb_kv_(kv, *of_k, self.interleaved, seqlen_offset)
