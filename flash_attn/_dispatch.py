@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from flash_attn._arguments import has_distributed, maybe_contiguous
 from flash_attn._ops import flash_attn_2_cuda, refuse_tangents
 
-# Does torch.export trace? Before torch 2.7 nobody can know.
+# Does torch.export trace? Older torches do not say.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
