@@ -387,6 +387,11 @@ def attend(
     reason = next((name for name, holds in reasons.items() if holds), None)
     max_scores = None
     if reason is None:
+        if is_exporting() and block_table is not None and torch.is_grad_enabled() and sinks is not None:
+            if sinks.requires_grad:
+                raise RuntimeError(
+                    "torch.export would drop the gradient of sinks beside block_table: export under torch.no_grad()"
+                )
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         way = lengths[2:], dropout_p, mask, deterministic
         tensors = interface._distinct(q, k, v, alibi_slopes, block_table, *lengths[:2])

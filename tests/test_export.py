@@ -10,7 +10,7 @@ import torch
 
 from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, merge_attention
 from flash_attn.bert_padding import index_first_axis, index_first_axis_residual, index_put_first_axis
-from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
+from flash_attn.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
 from flash_attn.ops.activations import bias_gelu_impl, fast_gelu_impl, swiglu
 
@@ -194,6 +194,46 @@ def test_no_second_derivative(call):
     grads = torch.autograd.grad(program(inputs()).square().sum(), list(program.parameters()), create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         grads[0].sum().backward()
+
+
+def test_sinks_beside_pages_are_refused_where_their_gradient_would_be_lost():
+    class Paged(torch.nn.Module):
+        def forward(self, q, pages, sinks, table, lengths):
+            return flash_attn_varlen_func(q, pages, pages, lengths, lengths, 20, 20, block_table=table, sinks=sinks)
+
+    q, pages, sinks = (
+        torch.randn(20, HEADS, D),
+        torch.randn(4, 256, KV_HEADS, D),
+        torch.zeros(HEADS, requires_grad=True),
+    )
+    arguments = q, pages, sinks, torch.tensor([[2]], dtype=torch.int32), torch.tensor([0, 20], dtype=torch.int32)
+    with pytest.raises(Exception, match="would drop the gradient of sinks beside block_table"):
+        torch.export.export(Paged(), arguments)
+    with torch.no_grad():
+        program = torch.export.export(Paged(), arguments).module()
+        torch.testing.assert_close(program(*arguments), Paged()(*arguments))
+
+
+def test_lists_that_another_graph_computes_are_taken_as_they_are():
+    """The exported program sees marked lists in a graph that changes them."""
+
+    class Masked(torch.nn.Module):
+        def forward(self, q, *lists):
+            mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, mask_mod=causal, seq_lengths=(64, 64))
+            return flex_attention(q, q, q, block_mask=mask)
+
+    def lists(change):
+        mask = create_block_mask(causal, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+        num = mask.full_kv_num_blocks
+        num = torch.where(num > 1, num - 1, num) if change else num
+        return mask.kv_num_blocks, mask.kv_indices, num, mask.full_kv_indices
+
+    q, model = torch.randn(1, 1, 64, D), Masked()
+    program = torch.export.export(model, (q, *lists(False)), strict=False).module()
+    for change in (False, True):
+        torch._dynamo.reset()
+        found = torch.compile(lambda q: program(q, *lists(change)), backend="inductor")(q)  # noqa: B023
+        torch.testing.assert_close(found, model(q, *lists(change)), rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_with_sinks_is_refused_where_its_gradient_would_be_lost():

@@ -282,6 +282,12 @@ def test_the_module_compiles_once_for_all_lengths():
     assert graphs.frame_count <= 4  # of a fixed and of any length, without and with kv
 
 
+def test_a_graph_has_tables_for_its_tokens():
+    torch._dynamo.reset()
+    compiled, x = torch.compile(RotaryEmbedding(16), fullgraph=True, backend="eager"), torch.randn(2, 9, 3, 2, 16)
+    torch.testing.assert_close(compiled(x.clone(), max_seqlen=4), RotaryEmbedding(16)(x.clone()))
+
+
 def test_xpos_keeps_its_tables_beside_torch_compile():
     """Tables of a longer length have another middle, and keys in a cache may have been rotated with it."""
     torch._dynamo.reset()

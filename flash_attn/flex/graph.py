@@ -261,10 +261,12 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if is_recorded:
         sequences.refuse_gradients()
-    is_recorded = is_recorded or is_exporting()  # whoever runs an exported program may record
-    may_be_plain = (
-        not options["wants_max"] and not (options["wants_lse"] and is_recorded) and all(map(_is_as_made, lists))
-    )
+    if is_exporting():  # the op drops plain kernels from a backward with dlse; another graph may compute the lists
+        may_be_plain = not options["wants_max"] and not lists
+    else:
+        may_be_plain = (
+            not options["wants_max"] and not (options["wants_lse"] and is_recorded) and all(map(_is_as_made, lists))
+        )
     blocks = (block_size if all(block_size) else [], lists)  # a size without lists: the op finds the lists on a GPU
     of_sequences = ([] if all(x is None for x in sequences[:3]) else list(sequences[:3]), sequences.blocks_have_offset)
     tail = (score[2:] if score else ([], []), *of_mask, *blocks, *of_sequences)

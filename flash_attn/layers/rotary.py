@@ -384,7 +384,9 @@ class RotaryEmbedding(torch.nn.Module):
         # A graph keeps no tables, because it would be made again for each length. Those of XPos depend on the longest
         # length so far, so they are kept, and torch.compile leaves them to Python.
         if is_compiling() and self.scale is None:
-            *tables, cos_k, sin_k = self._tables(max_seqlen, qkv.device, qkv.dtype)
+            first = 0 if isinstance(seqlen_offset, torch.Tensor) else seqlen_offset
+            least = first + max(qkv.shape[1], 0 if kv is None else kv.shape[1])
+            *tables, cos_k, sin_k = self._tables(max(max_seqlen, least), qkv.device, qkv.dtype)
         else:
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
             tables, cos_k, sin_k = (self._cos_cached, self._sin_cached), self._cos_k_cached, self._sin_k_cached
