@@ -25,8 +25,8 @@ def recorded(function, *arguments):
     """Returns ``function.apply(*arguments)`` of an autograd.Function whose forward has only torch's own operators.
 
     torch.export drops the backward of such a function, and the exported program would lose gradients in silence. So it
-    gets the operators, which have gradients of their own: also for the tables of a rotary embedding, and the sum for
-    rows that are taken twice.
+    gets the operators, which have gradients of their own. They give gradients to the tables of a rotary embedding, too,
+    and add up those of a row that is taken twice.
     """
     return function.forward(_NoContext(), *arguments) if is_exporting() else function.apply(*arguments)
 

@@ -90,7 +90,7 @@ typedef struct {
     bool (*chooses)(int row, unsigned features); /* does a plan ever take the row for these features? */
     bool aligns_shared;        /* relies on dynamic shared memory that begins at FA_SHARED_ALIGNMENT */
     bool takes_mods;           /* with FA_FLEX the text includes the text of a user's functions, FA_MODS_FILE */
-    bool stores_lse_if_wanted; /* lse may have no memory */
+    bool stores_lse_if_wanted; /* stores lse only if it has memory */
     bool has_89;               /* the text has instructions that came with compute capability 8.9 */
 } fa_family;
 
