@@ -31,8 +31,23 @@ from flash_attn._arguments import (
     split,
     unfold,
 )
-from flash_attn._dispatch import call, call_op, check_not_traced, directly, is_exporting, transforms_are_active
-from flash_attn._ops import NO_JVP, NO_SECOND_DERIVATIVE, empty_like, flash_attn_2_cuda, register_once
+from flash_attn._dispatch import (
+    call,
+    call_op,
+    check_not_traced,
+    directly,
+    is_exporting,
+    transforms_are_active,
+    warn_of_order,
+)
+from flash_attn._ops import (
+    NO_JVP,
+    NO_SECOND_DERIVATIVE,
+    empty_like,
+    flash_attn_2_cuda,
+    register_gradient,
+    register_once,
+)
 
 _dense, _packed = torch.ops.flash_attn._flash_attn_forward, torch.ops.flash_attn._flash_attn_varlen_forward
 
@@ -66,7 +81,9 @@ def _forward(tensors, lengths, dropout_p, mask, alibi_slopes, return_softmax, bl
 # ---- backward ------------------------------------------------------------------------------------------------------
 
 
-def save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic):
+def save(
+    ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic, is_paged=False
+):
     """Saves the tensors and options for ``gradients``. Their memory is linear in the lengths. No scores are saved.
 
     A checkpoint repeats the forward. The repetition may be watched although the first forward was not, and must save
@@ -75,6 +92,7 @@ def save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropo
     rng_state = rng_state if dropout_p else None
     ctx.save_for_backward(*tensors, out, softmax_lse, rng_state, alibi_slopes, *lengths[:2])
     ctx.options = lengths[2:], dropout_p, mask, deterministic or torch.are_deterministic_algorithms_enabled()
+    ctx.is_paged = is_paged
 
 
 def backward(varlen, *arguments):
@@ -143,6 +161,8 @@ def gradients(ctx, dout):
     If gradients are recorded, the gradients have a node too, whose derivative raises. torch's ``once_differentiable``
     is not enough for this. It treats the tensors as constants if dout requires no grad.
     """
+    if ctx.is_paged:
+        raise RuntimeError("flash_attn_varlen_func has no backward with block_table: paged keys are for inference")
     saved = ctx.saved_tensors  # read once, because a checkpoint computes them
     needed = ctx.needs_input_grad
     if dout is None:  # only softmax_lse or S_dmask were used, which carry no gradient
@@ -164,8 +184,6 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, *_):
         """Only ``out`` carries a gradient. The gradients of softmax_lse and S_dmask are dropped."""
-        if ctx.paged:
-            raise RuntimeError("flash_attn_varlen_func has no backward with block_table: paged keys are for inference")
         grads = gradients(ctx, dout)
         return (*grads, *[None] * (len(ctx.needs_input_grad) - len(grads)))
 
@@ -192,8 +210,8 @@ class _Attention(_Node):
         out, softmax_lse, _, rng_state = output
         lengths = _lengths_of(cu_seqlens_q, cu_seqlens_k, *max_seqlens)
         tensors = [x for x in (q, k, v) if x is not None]
-        save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, inputs[-2])
-        ctx.paged = block_table is not None
+        is_paged = block_table is not None
+        save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, inputs[-2], is_paged)
         ctx.set_materialize_grads(False)
 
 
@@ -214,9 +232,8 @@ class _Attended(_Node):
 
     @staticmethod
     def forward(ctx, q, k, v, done):
-        (out, softmax_lse), alibi_slopes, lengths, mask, deterministic, paged = done
-        save(ctx, (q, k, v), out, softmax_lse, None, alibi_slopes, lengths, 0.0, mask, deterministic)
-        ctx.paged = paged
+        (out, softmax_lse), alibi_slopes, lengths, mask, deterministic, is_paged = done
+        save(ctx, (q, k, v), out, softmax_lse, None, alibi_slopes, lengths, 0.0, mask, deterministic, is_paged)
         return out
 
 
@@ -225,10 +242,10 @@ class _AttendedWithAll(_Node):
 
     @staticmethod
     def forward(ctx, q, k, v, done):
-        results, dropout_p, return_softmax, alibi_slopes, lengths, mask, deterministic, ctx.paged = done
+        results, dropout_p, return_softmax, alibi_slopes, lengths, mask, *rest = done
         out, softmax_lse, _, rng_state = results
         tensors = [x for x in (q, k, v) if x is not None]
-        save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, deterministic)
+        save(ctx, tensors, out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, mask, *rest)
         ctx.set_materialize_grads(False)
         return results[:3] if return_softmax else out
 
@@ -257,8 +274,10 @@ def attend(
     causal, softcap = as_number(causal, "causal"), as_number(softcap, "softcap")
     mask = as_scale(softmax_scale, tensors[0]), causal, as_window(window_size), softcap
     has_transforms = transforms_are_active()
-    if is_exporting() and not has_transforms and block_table is None:
+    if is_exporting() and not has_transforms:
         # torch.export drops the backward of an autograd.Function. The op has gradients of its own.
+        if deterministic:
+            warn_of_order()
         results = _forward(tensors, lengths, dropout_p, mask, alibi_slopes, return_softmax, block_table)
         return results[:3] if return_softmax else results[0]
     if has_transforms:
@@ -296,10 +315,11 @@ def _save_dense(ctx, inputs, output):
 def _save_varlen(ctx, inputs, output):
     q, k, v, lengths, dropout_p, mask = *inputs[:3], inputs[3:7], inputs[7], inputs[8:13]
     alibi_slopes, _, block_table, leftpad_k, seqused_k, *_ = inputs[13:]
-    if any(x is not None for x in (block_table, leftpad_k, seqused_k)):
-        raise RuntimeError("_flash_attn_varlen_forward has no gradients with block_table, leftpad_k or seqused_k")
+    if leftpad_k is not None or seqused_k is not None:
+        raise RuntimeError("_flash_attn_varlen_forward has no gradients with leftpad_k or seqused_k")
+    is_paged = block_table is not None
     out, softmax_lse, _, rng_state = output
-    save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, fold(mask), False)
+    save(ctx, (q, k, v), out, softmax_lse, rng_state, alibi_slopes, lengths, dropout_p, fold(mask), False, is_paged)
 
 
 def _differentiate(op, save_for_op):
@@ -308,7 +328,7 @@ def _differentiate(op, save_for_op):
     def backward_of_op(ctx, dout, *_):
         return (*gradients(ctx, dout), *[None] * (num_arguments - 3))
 
-    torch.library.register_autograd(op.default, backward_of_op, setup_context=save_for_op)
+    register_gradient(op.default, backward_of_op, save_for_op)
 
 
 register_once("formula of the dense op", _differentiate, _dense, _save_dense)

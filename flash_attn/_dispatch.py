@@ -5,15 +5,37 @@ the rest of a small call. A direct function that cannot serve a call returns Non
 something watches the ops, or an argument is wrong. Then the op is called, which also reports errors.
 """
 
+import warnings
+
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn._arguments import has_distributed, maybe_contiguous
-from flash_attn._ops import flash_attn_2_cuda, refuse_tangents
+from flash_attn._ops import flash_attn_2_cuda
 
 # Does torch.export trace? Older torches do not say.
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
+def _warn_of_order(_):
+    warnings.warn(
+        "torch.export forgets deterministic=True of flash_attn: where the exported program is trained, call "
+        "torch.use_deterministic_algorithms(True)",
+        stacklevel=2,
+    )
+
+
+def warn_of_order():
+    """Says that an exported program forgets ``deterministic=True``, for which its op has no argument.
+
+    Dynamo, which traces strict exports, ignores warnings of the text that it traces.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_warn_of_order)
+    else:
+        _warn_of_order(None)
 
 
 class _NoContext:
@@ -35,8 +57,6 @@ def call_op(op, *arguments):
     """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
     if is_compiling():
         return op(*arguments)
-    if forward_ad._current_level >= 0:
-        refuse_tangents(arguments)
     try:
         return op(*arguments)
     except RuntimeError as error:

@@ -6,7 +6,15 @@ import torch
 
 from flash_attn._arguments import has_distributed
 from flash_attn._dispatch import check_not_traced, transforms_are_active
-from flash_attn._ops import NO_JVP, check_layout, check_storage, check_tensor, forget_own_kernels, register_once
+from flash_attn._ops import (
+    NO_JVP,
+    check_layout,
+    check_storage,
+    check_tensor,
+    forget_own_kernels,
+    register_gradient,
+    register_once,
+)
 from flash_attn._vmap import entries, parted
 
 _combine = torch.ops.flash_attn._combine.default
@@ -81,7 +89,7 @@ def _rule_of_op(info, in_dims, out_partial, lse_partial, out_dtype=None):
 
 def _register():
     torch.library.register_fake("flash_attn::_combine", _combine_fake)
-    torch.library.register_autograd("flash_attn::_combine", _gradients, setup_context=_save)
+    register_gradient("flash_attn::_combine", _gradients, _save)
     if hasattr(torch.library, "register_vmap"):  # torch 2.5
         torch.library.register_vmap("flash_attn::_combine", _rule_of_op)
     forget_own_kernels(["_combine"], ("Meta", "Autograd", "FuncTorchBatched"))

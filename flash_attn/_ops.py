@@ -39,6 +39,7 @@ __all__ = [
     "is_freed",
     "refuse_tangents",
     "refuse_transforms",
+    "register_gradient",
     "register_once",
     "rng_of",
     "round_multiple",
@@ -125,8 +126,30 @@ NO_JVP = "flash_attn has no jvp: there is no forward-mode derivative of attentio
 def refuse_tangents(arguments):
     """Our kernels would drop the tangents of forward-mode derivatives without a word."""
     for x in arguments:
+        if isinstance(x, (list, tuple)):
+            refuse_tangents(x)
         if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(NO_JVP)
+
+
+class _Gradients(torch.library.Library):
+    """Gives ops their kernels for autograd. PyTorch's own would drop the tangents of forward-mode AD."""
+
+    def impl(self, name, kernel, key, **options):
+        def without_tangents(keyset, *arguments, **rest):
+            if forward_ad._current_level >= 0:
+                refuse_tangents(arguments)
+            return kernel(keyset, *arguments, **rest)
+
+        super().impl(name, without_tangents, key, **options)
+
+
+def register_gradient(op, backward, save):
+    """``torch.library.register_autograd`` for an op without a forward-mode derivative."""
+    library = _Gradients("flash_attn", "FRAGMENT")
+    torch.library.register_autograd(op, backward, setup_context=save, lib=library)
+    # The kernel disappears with its library.
+    vars(torch.ops.flash_attn).setdefault("_gradients", []).append(library)
 
 
 def refuse_transforms(function, *tensors):

@@ -3,10 +3,12 @@
 import io
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, merge_attention
 from flash_attn.bert_padding import index_first_axis, index_first_axis_residual, index_put_first_axis
@@ -56,6 +58,8 @@ def plain(**options):
 
 CALLS = {
     "plain": plain(causal=True, softcap=3.0),
+    "in order": plain(deterministic=True),
+    "sinks, in order": lambda model, q, k, v: flash_attn_func(q, k, v, sinks=model.sinks, deterministic=True),
     "with lse": lambda model, q, k, v: flash_attn_func(q, k, v, return_attn_probs=True)[0],
     "qkvpacked": lambda model, q, k, v: flash_attn_qkvpacked_func(
         torch.stack((q, q * 2, q + 1), 2), window_size=(3, 2)
@@ -194,6 +198,44 @@ def test_no_second_derivative(call):
     grads = torch.autograd.grad(program(inputs()).square().sum(), list(program.parameters()), create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         grads[0].sum().backward()
+
+
+@pytest.mark.parametrize("call", ["plain", "packed", "sinks", "bias", "merged", "flex", "flex, blocks"])
+def test_forward_derivatives_are_refused(call):
+    program, x = torch.export.export(Model(call), (inputs(),)).module(), inputs()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        program(forward_ad.make_dual(x, x))
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(program, (x,), (x,))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_forgotten_order_is_said(strict):
+    """The ops have the arguments of flash-attn, which has no place for deterministic=True in a forward."""
+    with pytest.warns(UserWarning, match="forgets deterministic=True"):
+        torch.export.export(Model("in order"), (inputs(),), strict=strict)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*deterministic")
+        torch.export.export(Model("sinks, in order"), (inputs(),), strict=strict)
+        torch.export.export(Model("plain"), (inputs(),), strict=strict)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_paged_keys_have_no_backward(strict):
+    """Weights that require grad do not keep a program from inference."""
+
+    class Paged(torch.nn.Module):
+        def forward(self, q, pages, table, lengths):
+            return flash_attn_varlen_func(q, pages, pages, lengths, lengths, 20, 20, block_table=table)
+
+    arguments = (
+        torch.randn(20, HEADS, D, requires_grad=True), torch.randn(4, 256, KV_HEADS, D),
+        torch.tensor([[2]], dtype=torch.int32), torch.tensor([0, 20], dtype=torch.int32),
+    )  # fmt: skip
+    out = torch.export.export(Paged(), arguments, strict=strict).module()(*arguments)
+    torch.testing.assert_close(out, Paged()(*arguments))
+    with pytest.raises(RuntimeError, match="no backward with block_table"):
+        out.sum().backward()
 
 
 def test_sinks_beside_pages_are_refused_where_their_gradient_would_be_lost():

@@ -546,7 +546,7 @@ def test_the_ops_themselves_are_differentiable(varlen):
 def test_the_varlen_op_refuses_gradients_it_does_not_have():
     q = randn(5, 2, 16).requires_grad_()
     cu = offsets([5])
-    with pytest.raises(RuntimeError, match="no gradients with block_table, leftpad_k or seqused_k"):
+    with pytest.raises(RuntimeError, match="no gradients with leftpad_k or seqused_k"):
         interface._flash_attn_varlen_forward(
             q, q, q, cu, cu, 5, 5, 0.0, 0.25, False, seqused_k=torch.tensor([3], dtype=torch.int32)
         )

@@ -1,4 +1,5 @@
-/* Tells autograd which tensors a call writes. If libtorch lacks a C++ function that is needed, Python is asked. */
+/* What autograd must know of a call, and what the call must know of autograd. If libtorch lacks a C++ function that is
+ * needed, Python is asked. */
 #include "autograd.h"
 
 #include "python_api.h"
@@ -63,4 +64,37 @@ void fa_bump_version(AtenTensorHandle t) {
         bump_version_by_python(t);
     else if (!fa_torch.is_inference(t)) /* such a tensor has no version, and no gradient needs one */
         fa_torch.bump_version(t);
+}
+
+static bool has_tangent(PyObject *forward_ad, AtenTensorHandle t) {
+    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL;
+    PyObject *dual = tensor ? PyObject_CallMethod(forward_ad, "unpack_dual", "O", tensor) : NULL;
+    PyObject *tangent = dual ? PyObject_GetAttrString(dual, "tangent") : NULL;
+    const bool truth = tangent && tangent != Py_None;
+    Py_XDECREF(tangent);
+    Py_XDECREF(dual);
+    Py_XDECREF(tensor);
+    PyErr_Clear();
+    return truth;
+}
+
+fa_status fa_refuse_tangents(const fa_signature *signature, const fa_call *call, fa_error *err) {
+    static PyObject *forward_ad; /* its level is -1 unless the process differentiates in forward mode */
+    const fa_tensor *found = NULL;
+    PyGILState_STATE state = PyGILState_Ensure();
+    if (!forward_ad) forward_ad = PyImport_ImportModule("torch.autograd.forward_ad");
+    PyObject *level = forward_ad ? PyObject_GetAttrString(forward_ad, "_current_level") : NULL;
+    if (level && PyLong_AsLong(level) >= 0)
+        for (int i = 0; i < signature->num_slots && !found; i++) {
+            const fa_slot *s = &signature->slots[i];
+            const fa_tensor *t = (const fa_tensor *)((const char *)call + s->place);
+            if (s->kind == FA_SLOT_TENSOR && t->handle && has_tangent(forward_ad, t->handle)) found = t;
+        }
+    Py_XDECREF(level);
+    PyErr_Clear();
+    PyGILState_Release(state);
+    if (!found) return FA_OK;
+    return fa_fail(err, FA_EUNSUPPORTED,
+                   "%s has no jvp: there is no forward-mode derivative of attention; %s has a tangent",
+                   fa_ops.name_space, found->name);
 }

@@ -3,13 +3,14 @@
  * An op is a list of arguments. An argument is a piece of schema text and the place of its value in fa_call. The texts
  * joined are the schema, and unpacking walks the same list. Every op takes the same steps:
  *
- *   unpack -> fa_execute (execute.c): check, plan, allocate, run -> pack */
+ *   unpack -> refuse tangents -> fa_execute (execute.c): check, plan, allocate, run -> pack */
 #include "ops.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "autograd.h"
 #include "execute.h"
 #include "failures.h"
 #include "older_torch.h"
@@ -113,6 +114,7 @@ void fa_boxed_call(const fa_op *op, const fa_signature *signature, StableIValue 
     err.text[0] = '\0';
     fa_note_failure(FA_OK, &err);
     fa_status status = unpack(signature, stack, &call, &err);
+    if (status == FA_OK) status = fa_refuse_tangents(signature, &call, &err);
     if (status == FA_OK) status = op->execute(&call, &outputs, &err);
     release(signature, &call);
     if (status == FA_OK && (uint64_t)outputs.num != num_outputs)

@@ -5,6 +5,7 @@
  * Plain eager calls do not come here, because they take the direct door (direct.c). */
 #include "python_ops.h"
 
+#include "autograd.h"
 #include "execute.h"
 #include "failures.h"
 #include "ops.h"
@@ -65,6 +66,7 @@ static PyObject *call_op(PyObject *op_idx, PyObject *args) {
     fa_outputs outputs = {.num = 0};
     fa_error err = {""};
     fa_status status = read_arguments(&fa_ops.signatures[idx], args, &call, &err);
+    if (status == FA_OK) status = fa_refuse_tangents(&fa_ops.signatures[idx], &call, &err);
     Py_BEGIN_ALLOW_THREADS if (status == FA_OK) status = fa_ops.ops[idx].execute(&call, &outputs, &err);
     Py_END_ALLOW_THREADS if (status != FA_OK) return fa_raise(status, &err);
     if (outputs.num == 0) Py_RETURN_NONE;

@@ -17,7 +17,7 @@ from torch.fx.experimental import proxy_tensor
 
 from .._dispatch import is_exporting
 from .._ops import without_second_derivative
-from .._sinks import add_sinks, gradient_of_sinks
+from .._sinks import add_sinks
 from . import arguments, ops
 from .block_mask import LISTS, on_device
 from .derivative import derivative_of
@@ -205,25 +205,15 @@ class _Attention(torch.autograd.Function):
 def _gradients(ctx, saved, dout, dlse):
     sinks, query, key, value, out, lse, *tensors = saved
     tensors, program = tensors[: ctx.num], ctx.program
-    *wants, wants_sinks = ctx.needs_input_grad[4:8]
-    wanted = ctx.needs_input_grad[9 : 9 + ctx.num]
-    wanted = [i for i, want in enumerate(wanted) if want]
+    wanted = [i for i in range(ctx.num) if ctx.needs_input_grad[9 + i]]
     text, places = derivative_of(program, wanted) if program else (b"", [])
     score = (program.text.hex() if program else "", tensors, *ctx.tail[0])
-    dout = torch.zeros_like(out) if dout is None else dout
-    dlse = None if dlse is None else dlse.float()
-    found = torch.ops.flash_attn.flex_backward(
-        query, key, value, *ctx.head, *score, *ctx.tail[1:], out, lse, dout, dlse, wants, text.hex(), list(places),
-        wanted, ctx.deterministic,
+    of_inputs, of_tensors, of_sinks = ops.gradients(
+        (query, key, value, *ctx.head, *score, *ctx.tail[1:]), out, lse, dout, dlse, ctx.needs_input_grad[4:8], sinks,
+        text.hex(), list(places), wanted, ctx.deterministic,
     )  # fmt: skip
-    found = iter(found)
-    gradients = [next(found) if want else None for want in wants]
-    sums = [next(found).to(tensors[i].dtype) if i in wanted else None for i in range(ctx.num)]
-    of_sinks = None
-    if wants_sinks:
-        of_sinks = gradient_of_sinks(sinks, out.transpose(1, 2), lse, dout.transpose(1, 2), dlse)
     rest = [None] * (len(ctx.needs_input_grad) - 9 - ctx.num)
-    return None, None, None, None, *gradients, of_sinks, None, *sums, *rest
+    return None, None, None, None, *of_inputs, of_sinks, None, *map(of_tensors.get, range(ctx.num)), *rest
 
 
 def _is_as_made(x):

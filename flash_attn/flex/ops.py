@@ -9,12 +9,20 @@ import collections
 import struct
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._flops import FORMULAS_OF_FLEX
 from .._flops import register as register_flops
 from .._imagined import is_on_cpu
-from .._ops import empty_like, forget_own_kernels, register_once, without_second_derivative
+from .._ops import (
+    empty_like,
+    forget_own_kernels,
+    refuse_tangents,
+    register_gradient,
+    register_once,
+    without_second_derivative,
+)
 from .._sinks import add_sinks, gradient_of_sinks
 from . import calls
 from .program import BOOL, F64
@@ -142,10 +150,16 @@ def note_lists(lists, mask, len_q, len_kv, block_size):
         lists[0].lists_of_mask = ((mask[0], mask[2], len_q, len_kv, *map(int, block_size)), tensors)
 
 
+def _refuse_tangents(*tensors):
+    if forward_ad._current_level >= 0:
+        refuse_tangents(tensors)
+
+
 def _forward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
     score, mask, blocks, (wants_max, *plain) = rest[:4], rest[4:8], rest[8:12], rest[12:]
+    _refuse_tangents(query, key, value, *score[1], *mask[1])
     call = _call(query, key, scale, may_be_plain, score, mask, *blocks, given=plain[0] if plain else ())
     out, lse, max_scores = _results_of_forward(query, value, wants_max)
     calls.forward(
@@ -179,6 +193,7 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
     score, mask, blocks = rest[:4], rest[4:8], rest[8:12]
     out, lse, dout, dlse, wants, derivative, places, wanted, deterministic, *plain = rest[12:]
     given = plain[0] if plain else ()
+    _refuse_tangents(query, key, value, *score[1], *mask[1], dout, dlse)
     call = _call(query, key, scale, may_be_plain and dlse is None, score, mask, *blocks, given=given)
     gradients, sums = _results_of_backward(query, key, value, wants, score[1], wanted)
     at, found = dict(zip(wanted, sums)), None
@@ -226,27 +241,39 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+def gradients(inputs, out, lse, dout, dlse, wants, sinks, derivative, places, wanted, deterministic):
+    """``(of query, key and value; of the wanted tensors of the score_mod by their number; of sinks)``.
+
+    ``inputs``: the arguments that all ops share. ``wants``: are there gradients of query, key, value and sinks?
+    """
+    *wants, wants_sinks = wants
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = None if dlse is None else dlse.float()
+    found = iter(
+        torch.ops.flash_attn.flex_backward(
+            *inputs, out, lse, dout, dlse, wants, derivative, places, wanted, deterministic
+        )
+    )
+    of_inputs = [next(found) if want else None for want in wants]
+    of_tensors = {i: next(found).to(inputs[6][i].dtype) for i in wanted}
+    if not wants_sinks:
+        return of_inputs, of_tensors, None
+    return of_inputs, of_tensors, gradient_of_sinks(sinks, out.transpose(1, 2), lse, dout.transpose(1, 2), dlse)
+
+
 def _gradients_of_attend(ctx, dout, dlse, *unused):
-    saved, (*wants, wants_sinks) = ctx.saved_tensors, [ctx.needs_input_grad[i] for i in (0, 1, 2, 18)]
+    saved = ctx.saved_tensors
     with torch.no_grad():
         leaves = [x if tensor is None else tensor for x, tensor in zip(ctx.rest, saved)]
         inputs, (out, lse) = tree_unflatten(leaves, ctx.spec)
-        tensors, (sinks, derivative, places, wanted, deterministic) = inputs[6], inputs[18:]
-        if inputs[5] and not derivative:
+        if inputs[5] and not inputs[19]:
             raise RuntimeError("flash_attn::flex_attend has no gradient, because it has a score_mod without derivative")
-        dout = torch.zeros_like(out) if dout is None else dout
-        dlse = None if dlse is None else dlse.float()
-        found = torch.ops.flash_attn.flex_backward(
-            *inputs[:17], out, lse, dout, dlse, wants, derivative, places, wanted, deterministic
-        )
-        gradients = [[None] * len(x) if _is_list_of_tensors(x) else None for x in inputs]
-        found = iter(found)
-        gradients[:3] = [next(found) if want else None for want in wants]
-        for i in wanted:
-            gradients[6][i] = next(found).to(tensors[i].dtype)
-        if wants_sinks:
-            gradients[18] = gradient_of_sinks(sinks, out.transpose(1, 2), lse, dout.transpose(1, 2), dlse)
-    flat, spec = tree_flatten(gradients, is_leaf=lambda x: x is None)
+        wants, found = [ctx.needs_input_grad[i] for i in (0, 1, 2, 18)], [None] * len(inputs)
+        found[:3], of_tensors, found[18] = gradients(inputs[:17], out, lse, dout, dlse, wants, *inputs[18:])
+        for i, x in enumerate(inputs):
+            if _is_list_of_tensors(x):
+                found[i] = [of_tensors.get(at) if i == 6 else None for at in range(len(x))]
+    flat, spec = tree_flatten(found, is_leaf=lambda x: x is None)
     return tuple(tree_unflatten(list(without_second_derivative(flat, dout, dlse, *saved)), spec))
 
 
@@ -358,7 +385,7 @@ def _register():
         if name != "flex_attend":
             library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"flash_attn::{name}", kernels[name][1], lib=library)
-    torch.library.register_autograd("flash_attn::flex_attend", _gradients_of_attend, setup_context=_save, lib=library)
+    register_gradient("flash_attn::flex_attend", _gradients_of_attend, _save)
     forget_own_kernels(SCHEMAS, ("CPU", "CUDA", "Autograd", "Meta"))
     torch.ops.flash_attn._flex_library = library  # keeps the library alive, because its kernels disappear with it
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn_3._kinds import check_kinds, in_names_of_the_caller
-from flash_attn_3._ops import _C
+from flash_attn_3._ops import _C, refuse_tangents
 
 Window = Union[Sequence[int], Tensor]  # (left, right)
 Length = Union[int, Tensor]  # a tensor has one element
@@ -128,17 +128,10 @@ def distinct(*arguments):
     return distinct
 
 
-def _refuse_tangents(arguments):
-    """The dispatcher would drop the tangents of forward-mode derivatives without a word."""
-    for x in arguments:
-        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError("flash_attn_3 has no jvp: there is no forward-mode derivative of attention")
-
-
 def refuse_transforms(arguments):
     """Refuses the transforms of torch.func, whose own sentence speaks of classes that the caller cannot see."""
     if forward_ad._current_level >= 0:
-        _refuse_tangents(arguments)
+        refuse_tangents(arguments)
     if not torch._C._are_functorch_transforms_active():
         return
     raise NotImplementedError(
@@ -151,8 +144,6 @@ def call_op(op, *arguments):
     """Returns ``op(*arguments)``. The dispatcher makes exceptions RuntimeErrors; here they are restored."""
     if torch.compiler.is_compiling():
         return op(*arguments)
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(arguments)
     try:
         return op(*arguments)
     except RuntimeError as error:

@@ -5,6 +5,7 @@ The direct functions do the same without torch's dispatcher, which takes longer 
 direct function that cannot serve a call returns None and has done nothing. Then the op is called.
 """
 
+import warnings
 from collections import namedtuple
 
 import torch
@@ -22,7 +23,7 @@ from flash_attn_3._arguments import (
     maybe_contiguous,
     refuse_transforms,
 )
-from flash_attn_3._ops import _C, ops, refuse_backward, register_once
+from flash_attn_3._ops import _C, ops, refuse_backward, register_gradient, register_once
 
 _forward_op = ops._flash_attn_forward.default
 _backward_op = ops._flash_attn_backward.default
@@ -235,6 +236,24 @@ def _refuse_gradients_of_descales(descales):
             raise RuntimeError(f"{name} gets no gradient, and it requires grad: detach it")
 
 
+def _say_that_the_order_is_forgotten(_):
+    warnings.warn(
+        "torch.export forgets deterministic=True of flash_attn_3: where the exported program is trained, call "
+        "torch.use_deterministic_algorithms(True)",
+        stacklevel=2,
+    )
+
+
+def _warn_of_order():
+    """The op has no argument for ``deterministic=True``. Dynamo ignores warnings of the text that it traces."""
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_say_that_the_order_is_forgotten)
+    else:
+        _say_that_the_order_is_forgotten(None)
+
+
 def _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse, records_qv):
     """Computes and records what no direct function served."""
     compiling = torch.compiler.is_compiling()
@@ -257,6 +276,8 @@ def _attend(tensors, num_heads_q, lengths, options, deterministic, return_lse, r
             refuse_transforms((*tensors, *options))
         rest = distinct(*tensors, num_heads_q, deterministic, return_lse, *lengths, *options)
         return _Attention.apply(len(tensors), *rest)
+    if is_exporting and deterministic:
+        _warn_of_order()
     results = run_forward(*_split(tensors, num_heads_q), lengths, options)
     return tuple(results) if return_lse else results[0]
 
@@ -311,6 +332,4 @@ def _differentiate_op(ctx, dout, *_):
 
 
 _ARGUMENTS = [argument.name for argument in _forward_op._schema.arguments]
-register_once(
-    "formula", lambda: torch.library.register_autograd(_forward_op, _differentiate_op, setup_context=_save_op)
-)
+register_once("formula", register_gradient, _forward_op, _differentiate_op, _save_op)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_attn_3._arguments import call_named, call_op, has_distributed
-from flash_attn_3._ops import ops, register_once
+from flash_attn_3._ops import ops, register_gradient, register_once
 
 _combine_op = ops._combine.default
 
@@ -31,9 +31,7 @@ def _gradients(ctx, dout, dlse):
     return weights[..., None] * dout, weights * dlse, None
 
 
-register_once(
-    "formula of _combine", lambda: torch.library.register_autograd(_combine_op, _gradients, setup_context=_save)
-)
+register_once("formula of _combine", register_gradient, _combine_op, _gradients, _save)
 
 
 def _copy_to(out, combined):

@@ -19,6 +19,7 @@ An op that returns its argument ``out`` cannot be compiled. So the Python functi
 """
 
 import torch
+from torch.autograd import forward_ad
 
 try:
     import flash_attn_3._C as _C  # NOTE: where it is missing, "from flash_attn_3 import _C" raises another ImportError
@@ -28,7 +29,16 @@ except ModuleNotFoundError:
         "in the source tree"
     ) from None
 
-__all__ = ["_C", "forget_own_kernels", "ops", "output_dtype", "refuse_backward", "register_once"]
+__all__ = [
+    "_C",
+    "forget_own_kernels",
+    "ops",
+    "output_dtype",
+    "refuse_backward",
+    "refuse_tangents",
+    "register_gradient",
+    "register_once",
+]
 
 ops = torch.ops.flash_attn_3
 
@@ -39,6 +49,32 @@ def register_once(what, register, *arguments):
     if what not in done:
         register(*arguments)
         done.add(what)
+
+
+def refuse_tangents(arguments):
+    """Our kernels would drop the tangents of forward-mode derivatives without a word."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError("flash_attn_3 has no jvp: there is no forward-mode derivative of attention")
+
+
+class _Gradients(torch.library.Library):
+    """Gives ops their kernels for autograd. PyTorch's own would drop the tangents of forward-mode AD."""
+
+    def impl(self, name, kernel, key, **options):
+        def without_tangents(keyset, *arguments, **rest):
+            if forward_ad._current_level >= 0:
+                refuse_tangents(arguments)
+            return kernel(keyset, *arguments, **rest)
+
+        super().impl(name, without_tangents, key, **options)
+
+
+def register_gradient(op, backward, save):
+    """``torch.library.register_autograd`` for an op without a forward-mode derivative."""
+    library = _Gradients("flash_attn_3", "FRAGMENT")
+    torch.library.register_autograd(op, backward, setup_context=save, lib=library)
+    vars(ops).setdefault("_gradients", []).append(library)  # the kernel disappears with its library
 
 
 def output_dtype(q):

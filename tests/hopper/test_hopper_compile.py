@@ -4,6 +4,7 @@ import flash_attn_3.flash_attn_interface as fa3
 import pytest
 import torch
 from tensors3 import E4M3, i32, make, sums
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 OPS = torch.ops.flash_attn_3
@@ -92,23 +93,36 @@ def test_compiled_varlen():
     check_compiled(lambda *x: fa3.flash_attn_varlen_func(*x, cu, cu, 7, 7, seqused_k=used), *qkv)
 
 
+class Block(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.weight, self.options = torch.nn.Parameter(make(16, 16)), options
+
+    def forward(self, x):
+        y = x @ self.weight
+        return fa3.flash_attn_func(y, y, y, causal=True, **self.options) + x * self.weight[0, 0]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_trains(strict):
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(make(16, 16))
-
-        def forward(self, x):
-            y = x @ self.weight
-            return fa3.flash_attn_func(y, y, y, causal=True) + x * self.weight[0, 0]
-
     model, x = Block(), make(2, 9, 4, 16)
     program, found = torch.export.export(model, (x,), strict=strict).module(), []
     for run in (model, program):
         out = run(x)
         found.append([out, *torch.autograd.grad(out.square().sum(), list(run.parameters()))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_is_honest(strict):
+    """It forgets an order with a warning, and refuses forward-mode derivatives."""
+    x = make(2, 9, 4, 16)
+    with pytest.warns(UserWarning, match="forgets deterministic=True"):
+        program = torch.export.export(Block(deterministic=True), (x,), strict=strict).module()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="flash_attn_3 has no jvp"):
+        program(forward_ad.make_dual(x, x))
+    with pytest.raises(NotImplementedError, match="flash_attn_3 has no jvp"):
+        torch.func.jvp(program, (x,), (x,))
 
 
 @pytest.mark.parametrize("call", ["function", "op"])
