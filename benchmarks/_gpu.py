@@ -73,9 +73,9 @@ def problems(options):
                 yield d, HIDDEN // d, causal, length
 
 
-def offsets():
-    """cu_seqlens of the packed problem."""
-    return torch.nn.functional.pad(LENGTHS.cumsum(0), (1, 0)).to("cuda", torch.int32)
+def offsets(lengths=LENGTHS):
+    """cu_seqlens of a packed problem."""
+    return torch.nn.functional.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).to("cuda", torch.int32)
 
 
 def compiled_flex():

@@ -1,7 +1,8 @@
 """Forward and backward on a GPU beside FlashAttention-3 and cuDNN: every shape and element type in one run.
 
-The kernels of a problem run in turns (_gpu.py), as calls that allocate their results. "packed" is the packed problem of
-_gpu.py. TFLOPS count 4 d operations for each pair of a query and a key that it sees, and 10 d in the backward.
+The kernels of a problem run in turns (_gpu.py), as calls that allocate their results. One packed problem is that of
+_gpu.py, the other has short sequences. TFLOPS count 4 d operations for each pair of a query and a key that it sees, and
+10 d in the backward.
 
     python benchmarks/bench_peers.py --fa3 PATH      and the library _C.so of FlashAttention-3, as xformers has it
     python benchmarks/bench_peers.py --only "64 columns"
@@ -28,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
 
+PACKED = {24: LENGTHS, 256: torch.randint(1, 129, (256,), generator=torch.Generator().manual_seed(0))}
 FLOPS = {"forward": 4, "backward": 10}  # of a pair and column
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = "b", "len_q", "len_kv", "h", "h_kv", "d"
@@ -63,7 +65,7 @@ def ours(case):
     leaves = [x.requires_grad_() for x in leaves]
     options = {"causal": case.causal, "window_size": case.window}
     if case.packed:
-        cu, longest = offsets(), max(case.len_q)
+        cu, longest = offsets(case.len_q), max(case.len_q)
         return passes(lambda *x: flash_attn_varlen_func(*x, cu, cu, longest, longest, **options), leaves, dout)
     return passes(lambda *x: flash_attn_func(*x, **options), leaves, dout)
 
@@ -73,7 +75,7 @@ def fa3(case):
     left, right = case.window
     options = {"is_causal": case.causal, "window_size_left": left, "window_size_right": right}
     if case.packed:
-        cu, longest = offsets(), max(case.len_q)
+        cu, longest = offsets(case.len_q), max(case.len_q)
         options.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest)
     ops = torch.ops.flash_attn_3
     out, lse, *_ = ops.fwd(*leaves, **options)
@@ -122,7 +124,8 @@ def run(options):
         if options.only and not any(word in f"{problem}, {case.d} columns" for word in options.only):
             continue
         if case.packed:
-            case = replace(case, len_q=tuple(LENGTHS.tolist()), len_kv=tuple(LENGTHS.tolist()))
+            lengths = tuple(PACKED[case.b].tolist())
+            case = replace(case, len_q=lengths, len_kv=lengths)
         made = ready({name: partial(make, case) for name, make in makers.items()})
         rows = []
         for which, factor in ((name, FLOPS[name]) for name in options.passes):
@@ -130,7 +133,8 @@ def run(options):
                 {name: partial(calls, which) for name, calls in made.items()}, options.seconds, flush, rng
             )
             operations = factor * case.h * case.d * seen(case)
-            lengths = ("64..4096",) * 2 if case.packed else (case.len_q, case.len_kv)
+            packed = {24: "64..4096", 256: "1..128"}.get(case.b)
+            lengths = (packed,) * 2 if case.packed else (case.len_q, case.len_kv)
             sizes = len(case.lengths), *lengths, case.h, case.heads_kv, case.d
             for kernel, ms in times.items():
                 figures = {"ms": round(ms, 4), "tflops": round(operations / ms / 1e9, 1), "mhz": mhz}

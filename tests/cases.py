@@ -264,7 +264,7 @@ BENCH_FEW = [
 ]
 
 # bench_peers.py: (problem, case). All heads have 2048 columns together, fewer where heads do not fill them. A problem
-# has 16k tokens, 32k of length 32768. The packed problem has the lengths of benchmarks/_gpu.py.
+# has 16k tokens, 32k of length 32768. bench_peers.py draws the lengths of the packed problems.
 FULL = (-1, -1)
 COLUMNS = 32, 40, 64, 72, 80, 88, 96, 104, 112, 128, 160, 192, 256
 BENCH_PEERS = [
@@ -282,6 +282,7 @@ BENCH_PEERS = [
         ("window of 512, 8192 tokens", 8192, 8192, 2, 1, (64, 128, 256), "bf16", (512, 0)),
         ("512 queries, 8192 keys", 512, 8192, 32, 1, (64, 128, 256), "bf16", FULL),
         ("packed, 24 of 64 to 4096 tokens", (), (), 24, 1, (64, 128, 256), "bf16", FULL),
+        ("packed, 256 of 1 to 128 tokens", (), (), 256, 1, (64, 128, 256), "bf16", FULL),
     )
     for d in dims
     for h in [2048 // d]

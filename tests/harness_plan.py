@@ -37,6 +37,7 @@ int main(int argc, char **argv) {
     static const int32_t offsets[3];
     static const float slopes[1];
     int64_t d = 128, d_v = 0, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
+    int64_t mean_q = 0, mean_kv = 0; /* of packed sequences, of which len_q and len_kv are the longest */
     fa_flex flex = {.mask_b = 1, .block_q = 128, .block_kv = 128}; /* masks: [1, masks, rows, columns] */
     bool prints_order = false, prints_launch = false, prints_follows = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
@@ -47,7 +48,7 @@ int main(int argc, char **argv) {
         double x = atof(strchr(name, '=') + 1);
 #define SET(key, place) if (strncmp(name, key "=", sizeof key) == 0) place = x;
         SET("capability", machine.gpu_capability) SET("d", d) SET("d_v", d_v) SET("len_q", p.len_q)
-        SET("softcap", p.softcap)
+        SET("mean_q", mean_q) SET("mean_kv", mean_kv) SET("softcap", p.softcap)
         SET("left", p.window_left) SET("right", p.window_right) SET("scale", p.scale) SET("dropout", p.dropout_p)
         SET("sms", machine.gpu_sms) SET("stride", stride) SET("offset", offset)
         SET("stride_h", stride_h) SET("stride_b", stride_b) SET("k_batch", k_batch) SET("v_batch", v_batch)
@@ -76,7 +77,7 @@ int main(int argc, char **argv) {
             p.paged = true, p.block_table = offsets, p.num_pages = x, p.page_size = 64, p.block_table_cols = 2;
     }
     p.d = d, p.d_v = d_v ? d_v : d;
-    p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
+    p.total_q = p.b * (mean_q ? mean_q : p.len_q), p.total_kv = p.b * (mean_kv ? mean_kv : p.len_kv);
     flex.rows = (p.len_q + 127) / 128, flex.columns = (p.len_kv + 127) / 128;
     void *data = memory + (16 - (uintptr_t)memory % 16) + offset;
     fa_view view = {data, 1024 * 4 * d, 4 * d + stride, d};

@@ -1,6 +1,7 @@
 """The forward kernels on a GPU: the cases of the CPU kernels, the same oracle, the same tolerances."""
 
 import math
+import random
 
 import flash_attn_2_cuda
 import pytest
@@ -80,11 +81,19 @@ def test_tile_borders(d):
     verify(Case(150, 300, b=1, h=2, h_kv=1, d=d, dtype="bf16", window=(100, 40)))
 
 
+@pytest.mark.parametrize("d", (40, 64, 96, 128))
 @pytest.mark.parametrize("causal", BOTH)
-def test_many_short_sequences(causal):
-    """More tiles than CTAs. The order is static, or from 300 sequences on the counter gives the order."""
-    for n in (17, 64, 77, 200, 300):
-        verify(Case(n, n, b=80, h=4, d=64, dtype="bf16", causal=causal))
+def test_many_short_sequences(causal, d):
+    """More tiles than CTAs. The order is static, or from 300 sequences on the counter gives the order. Up to 128 tokens
+    two CTAs of 128 rows share an SM at 64 columns. Of packed sequences their mean length decides."""
+    for n in (17, 64, 77, 128, 200, 300):
+        verify(Case(n, n, b=80, h=4, d=d, dtype="bf16", causal=causal))
+    lengths = [random.Random(n).randint(0, 128) for n in range(90)]
+    for dtype, values in (("bf16", "normal"), ("fp16", "rising"), ("bf16", "huge"), ("fp16", "wide")):
+        verify(Case(100, 100, b=80, h=4, d=d, dtype=dtype, causal=causal, values=values))
+        packed = {"h": 4, "h_kv": 2, "d": d, "dtype": dtype, "causal": causal, "values": values}
+        verify(Case(tuple(lengths), tuple(reversed(lengths)), **packed))
+        verify(Case((*lengths, 500), (*lengths, 300), **packed))
 
 
 @pytest.mark.parametrize("d", (32, 64, 88, 128, 160, 256))

@@ -101,6 +101,7 @@ WINDOW = {"window_size": (50, 20)}
 PACKED = [{"causal": True}, {**WINDOW, "has_sinks": True}]
 PROBLEMS = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 128, 160, 192, 256)}
 PROBLEMS |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 128, 160, 192, 256)}
+PROBLEMS["short"] = [(d, False, {"causal": causal, "length": 100}) for d in (64, 128) for causal in (False, True)]
 PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]
 PROBLEMS |= {f"d{d}-mods": [(d, False, {"has_mods": of}) for of in ("of all", "of heads")] for d in (64, 128)}
 PROBLEMS |= {f"d{d}-mods": [(d, False, {"has_mods": "of all"})] for d in (160, 192, 256)}

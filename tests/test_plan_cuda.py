@@ -18,12 +18,12 @@ from flash_attn._variants import ARCHS, choose
         ({"d": 8}, "attn_fwd_sm90_bf16_d64_q256kv64"),
         ({"d": 64, "len_q": 192}, "attn_fwd_sm90_bf16_d64_q192kv128"),
         ({"d": 64, "len_q": 1152}, "attn_fwd_sm90_bf16_d64_q192kv128"),
-        ({"d": 64, "len_q": 100, "len_kv": 100}, "attn_fwd_sm90_bf16_d64_q128kv64"),
+        ({"d": 64, "len_q": 100, "len_kv": 100}, "attn_fwd_sm90_bf16_d64_q128kv64x2"),
         ({"d": 64, "len_q": 100, "len_kv": 257}, "attn_fwd_sm90_bf16_d64_q192kv128"),
         ({"d": 64, "len_q": 192, "len_kv": 192}, "attn_fwd_sm90_bf16_d64_q256kv64"),
         ({"d": 64, "len_q": 17, "len_kv": 17}, "attn_fwd_sm90_bf16_d64_q64kv64"),
         ({"d": 64, "len_q": 64, "len_kv": 64, "dropout": 0.5}, "attn_fwd_sm90_bf16_d64_q64kv64_dropout"),
-        ({"d": 64, "len_q": 65, "len_kv": 65}, "attn_fwd_sm90_bf16_d64_q128kv64"),
+        ({"d": 64, "len_q": 65, "len_kv": 65}, "attn_fwd_sm90_bf16_d64_q128kv64x2"),
         ({"d": 64, "len_q": 17, "len_kv": 65}, "attn_fwd_sm90_bf16_d64_q64kv64"),
         ({"d": 64, "len_kv": 64}, "attn_fwd_sm90_bf16_d64_q256kv64"),
         ({"d": 64, "right": 0, "len_q": 4096}, "attn_fwd_sm90_bf16_d64_q256kv64_causal"),
@@ -34,7 +34,7 @@ from flash_attn._variants import ARCHS, choose
         ({"d": 32, "len_q": 2048}, "attn_fwd_sm90_bf16_d32_q192kv128"),
         ({"d": 24, "len_q": 2048}, "attn_fwd_sm90_bf16_d48_q192kv128"),
         ({"d": 32, "len_q": 512, "len_kv": 512}, "attn_fwd_sm90_bf16_d32_q256kv64"),
-        ({"d": 32, "len_q": 100, "len_kv": 100}, "attn_fwd_sm90_bf16_d64_q128kv64"),
+        ({"d": 32, "len_q": 100, "len_kv": 100}, "attn_fwd_sm90_bf16_d64_q128kv64x2"),
         ({"d": 32, "dropout": 0.5}, "attn_fwd_sm90_bf16_d64_q128kv128_dropout"),
         ({"d": 40, "len_q": 4096}, "attn_fwd_sm90_bf16_d48_q192kv128"),
         ({"d": 40}, "attn_fwd_sm90_bf16_d64_q256kv64"),
@@ -74,7 +74,7 @@ def test_kernel(plan, numbers, kernel):
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
     why_not_decode = "it has no dropout" if "dropout" in numbers else "it is for few queries over many keys"
     assert ruled_out.pop(0) == f"attn_decode_sm90: {why_not_decode}"
-    assert all(re.fullmatch(r"attn_fwd_sm90_d\d+(v\d+)?_q\d+kv\d+: .+", line) for line in ruled_out)
+    assert all(re.fullmatch(r"attn_fwd_sm90_d\d+(v\d+)?_q\d+kv\d+(x2)?: .+", line) for line in ruled_out)
 
 
 # Tiles where an SM has 163 KiB of shared memory or more, and where it has 100 KiB.
@@ -261,6 +261,32 @@ def test_kernels_before_hopper_are_built_ahead_where_a_plan_takes_them(plan, cap
 )
 def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
     assert plan(**numbers).startswith(f"attn_{kernel}_")
+
+
+@pytest.mark.parametrize(
+    ("d", "longest", "mean", "kernel"),
+    [
+        (64, 128, 128, "d64_q128kv64x2"),
+        (64, 128, 64, "d64_q128kv64x2"),
+        (64, 64, 33, "d64_q64kv64"),
+        (64, 512, 256, "d64_q128kv64x2"),
+        (64, 512, 512, "d64_q192kv128"),
+        (64, 1024, 512, "d64_q192kv128"),
+        (96, 128, 64, "d128_q64kv64"),
+        (128, 128, 64, "d128_q64kv64"),
+        (128, 128, 128, "d128_q128kv64"),
+        (128, 256, 128, "d128_q64kv64"),
+        (128, 512, 256, "d128_q128kv128"),
+        (256, 128, 64, "d256_q128kv64"),
+    ],
+    ids=str,
+)
+def test_packed_sequences_count_by_their_mean(plan, d, longest, mean, kernel):
+    """They take what was faster on an H200 (csrc/cuda/measurements/forward.md, Two CTAs of an SM)."""
+    numbers = {"d": d, "b": 256, "h": 16, "h_kv": 16, "len_q": longest, "len_kv": longest, "packed": 1}
+    for right, mask in ((-1, ""), (0, "_causal")):
+        name = plan(**numbers, mean_q=mean, mean_kv=mean, right=right, sms=132).split()[0]
+        assert name == f"attn_fwd_sm90_bf16_{kernel}{mask}_varlen"
 
 
 @pytest.mark.parametrize(

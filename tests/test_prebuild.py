@@ -17,7 +17,7 @@ from flash_attn._variants import choose
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 NAME = re.compile(
-    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+"
+    r"attn_(fwd|fwd_fp8|bwd|bwd_wide)_sm90_(bf16|fp16|e4m3)_d(32|48|64|80|96|112|128|160|192|256)(v\d+)?_q\d+kv\d+(?:x2)?"
     r"(_causal|_local)?(_varlen)?(_score)?(_cache(?:_single|_whole)?)?(_dropout)?(_alibi)?"
 )
 DTYPES = ("bf16", "fp16")

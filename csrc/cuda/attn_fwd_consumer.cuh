@@ -9,7 +9,8 @@
 /* A launch gives each thread the same number of registers, a multiple of 8. setmaxnreg shares out these. A warpgroup
  * that asks for more waits for ever. */
 constexpr int LAUNCH_REGS = (1 << 16) / (CTAS * THREADS) / 8 * 8;
-static_assert(PRODUCER_REGS + WGS * CONSUMER_REGS <= (WGS + 1) * LAUNCH_REGS, "a CTA has no more registers");
+static_assert(!MOVES_REGISTERS || PRODUCER_REGS + WGS * CONSUMER_REGS <= (WGS + 1) * LAUNCH_REGS,
+              "a CTA has no more registers");
 
 /* S = Q K^T for the 64 rows of a warpgroup. T is `element`. wgmma contracts 32 bytes at a time. */
 template <class T> DEVICE void issue_scores(float (&S)[S_REGS], u32 q_desc, u32 k_desc) {

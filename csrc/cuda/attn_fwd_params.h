@@ -13,6 +13,12 @@
 #define FA_SHARED_BYTES_OF(ctas) (228 * 1024 / (ctas) - 1024)
 #define FA_SHARED_BYTES          FA_SHARED_BYTES_OF(1)
 
+/* Threads of a CTA: consumer warpgroups, and the warps that feed them. These have a warpgroup of their own, whose
+ * registers go to the consumers. But two CTAs of 128 rows have room for 20 warps with 96 registers, and two warps feed
+ * each. */
+#define FA_FWD_FEW_REGISTERS(wgs, ctas) ((wgs) == 2 && (ctas) == 2)
+#define FA_FWD_THREADS(wgs, ctas)       (128 * (wgs) + (FA_FWD_FEW_REGISTERS(wgs, ctas) ? 64 : 128))
+
 /* attn_fwd_fp8_sm90 adds O of so many keys to its sums of 32 bits. Above 128 columns a flush costs more. */
 #define FA_FLUSH_KEYS(d) ((d) > 128 ? 4096 : 2048)
 

@@ -102,6 +102,7 @@ static_assert(!STORES_EARLY || !O_IN_Q, "warps need not meet before O takes the 
 constexpr int O_ELEMENTS = O_BY_TMA && !O_IN_Q ? BLOCK_Q * STORED_V : 8, O_ROWS = O_IN_Q ? BLOCK_Q : 16;
 constexpr int O_ROW_BYTES = ROW_BYTES, O_CHUNK = CHUNK, O_CHUNKS = CHUNKS_V;
 
+static_assert(MOVES_REGISTERS || !CACHE, "caches want four warps that feed");
 static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys");
 
 #include "attn_fwd_tiles.cuh"
@@ -422,19 +423,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const __grid_
     if (DROPOUT && threadIdx.x == 0) smem.seed = p.rng_state[0], smem.offset = p.rng_state[1];
     __syncthreads();
 
-    if (wg == 0) {
-        setmaxnreg_dec<PRODUCER_REGS>();
-        if (warp == 0 && (PRODUCER_IS_WARP || elect_one())) producer{p, smem}.run();
-        if (!SINGLE_KEYS && warp == 1) schedule_tiles(p, smem, no_share());
-        if (SINGLE_KEYS && warp == 1) schedule_tiles(p, smem, scheduler_share<REST_OF_V>{p, smem});
-        if (CACHE && warp == 2) second_producer<OF_V>{p, smem}.run();
-        if (SINGLE_KEYS && warp == 3) second_producer<REST_OF_K>{p, smem}.run();
+    if (wg == FEEDING_GROUP) {
+        const int feeder = warp - 4 * FEEDING_GROUP;
+        if (MOVES_REGISTERS) setmaxnreg_dec<PRODUCER_REGS>();
+        if (feeder == 0 && (PRODUCER_IS_WARP || elect_one())) producer{p, smem}.run();
+        if (!SINGLE_KEYS && feeder == 1) schedule_tiles(p, smem, no_share());
+        if (SINGLE_KEYS && feeder == 1) schedule_tiles(p, smem, scheduler_share<REST_OF_V>{p, smem});
+        if (CACHE && feeder == 2) second_producer<OF_V>{p, smem}.run();
+        if (SINGLE_KEYS && feeder == 3) second_producer<REST_OF_K>{p, smem}.run();
     } else {
-        setmaxnreg_inc<CONSUMER_REGS>();
+        if (MOVES_REGISTERS) setmaxnreg_inc<CONSUMER_REGS>();
         float O[O_REGS];
         u32 P[P_REGS];
         online_softmax softmax;
-        consumer c(p, smem, wg - 1, O, P, softmax);
+        consumer c(p, smem, wg - FIRST_CONSUMER, O, P, softmax);
         run(c);
     }
 }

@@ -111,7 +111,7 @@ static void place_parts(const fa_cuda_call *call, fa_attn_fwd_params *a) {
 
 /* The shape of a kernel's tiles: columns of the boxes that TMA loads, and of the boxes of O that it stores. */
 typedef struct {
-    int wgs, block_kv, columns, columns_o;
+    int wgs, ctas, block_kv, columns, columns_o;
 } tile_shape;
 
 /* The parameters beyond fill_scalars are filled in `a`. */
@@ -146,8 +146,8 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
     if (status != FA_OK) return status;
 
     a->counter_slot = call->plan->gpu.is_dynamic ? fa_cuda_slot(call, FA_TILE_COUNTERS) : -1;
-    const fa_launch launch = {(unsigned)call->plan->gpu.num_ctas, 1, 1, .threads = 128 * ((unsigned)tile.wgs + 1),
-                              .waits_itself = true};
+    const fa_launch launch = {(unsigned)call->plan->gpu.num_ctas, 1, 1,
+                              .threads = (unsigned)FA_FWD_THREADS(tile.wgs, tile.ctas), .waits_itself = true};
     const fa_variant variant = fa_plan_variant(call->plan, call->gpu->capability);
     status = features & FA_FLEX ? fa_cuda_make_block_walks(call, err) : FA_OK;
     if (status == FA_OK) status = fa_cuda_launch_with_mods(call, variant, launch, a, sizeof *a, err);
@@ -159,7 +159,7 @@ static fa_status launch_forward(const fa_cuda_call *call, tile_shape tile, fa_at
 fa_status fa_cuda_fwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const fa_fwd_sm90_columns *tile = fa_fwd_sm90_row(call->plan->gpu.row);
     const int columns = fa_fwd_sm90_box(tile);
-    const tile_shape shape = {tile->wgs, tile->block_kv, columns, columns};
+    const tile_shape shape = {tile->wgs, tile->ctas, tile->block_kv, columns, columns};
     fa_attn_fwd_params a = {0};
     fa_status status = call->plan->gpu.features & FA_CACHE ? fa_cuda_append(call, call->workspace, err) : FA_OK;
     if (status != FA_OK || call->plan->gpu.num_ctas == 0) return status; /* no query: nothing to write */
@@ -187,5 +187,5 @@ fa_status fa_cuda_fwd_fp8_sm90(const fa_cuda_call *call, fa_error *err) {
                             .v_descale = factors_of(&p->v_descale),
                             .sums = call->plan->workspace_bytes ? call->workspace : NULL};
     if (call->plan->gpu.num_ctas == 0) return FA_OK; /* without queries there is nothing to write */
-    return launch_forward(call, (tile_shape){tile->wgs, tile->block_kv, tile->d % 128 == 0 ? 128 : 64, 64}, &a, err);
+    return launch_forward(call, (tile_shape){tile->wgs, 1, tile->block_kv, tile->d % 128 == 0 ? 128 : 64, 64}, &a, err);
 }

@@ -168,6 +168,13 @@ static bool has_few_tiles(const fa_problem *p, int sms) {
            !p->flex && p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
 }
 
+/* How many rows or keys are computed of a sequence, in tiles of so many. Of packed sequences the host knows the longest
+ * one and their mean. They end amid tiles. */
+static int64_t computed(int64_t longest, int64_t mean, int64_t of_tile) {
+    const int64_t most = round_up(longest, of_tile), of_mean = mean + of_tile / 2;
+    return mean < longest && of_mean < most ? of_mean : most;
+}
+
 /* Returns the cost of a sequence with this row's tiles, or the time of a call over a cache or of few tiles, whose cut
  * goes to *tiles. A tile is
  * computed as a whole. So is a step over keys, which matters with few keys. Short sequences wait for memory rather than
@@ -179,6 +186,7 @@ static bool has_few_tiles(const fa_problem *p, int sms) {
  * At head_dim 128 it takes, with 16 heads, 128 rows, and 128 or 64 keys a step:
  *   4 sequences of 4096 queries: 77 keys 74.7 and 58.7 us, 128 keys 73.0 and 58.5, 256 keys 82.0 and 89.3;
  *   80 sequences of length 200:  109.2 and 113.6 us.
+ * Two CTAs of 128 rows on an SM hide each other's waits (cuda/measurements/forward.md, Two CTAs of an SM).
  * Rows that begin amid sectors of 32 bytes are loaded slowly. With long sequences loads then bind tiles of 128 rows. */
 static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms, cache_tiles *tiles) {
     enum { FEW_KEYS = 128, SHORT = 256 * 64, LONG = 512, IN_SECTORS = 16 }; /* SHORT: elements of a head's keys */
@@ -187,10 +195,13 @@ static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms
     if (fa_reads_cache(p)) return tiles->us;
     const bool is_slow = (p->d % IN_SECTORS || p->d_v % IN_SECTORS) && p->len_kv > LONG && t->wgs < 3;
     if (has_few) return tiles->us * (is_slow ? 1.3 : 1);
-    const int64_t keys = p->len_kv < FEW_KEYS ? round_up(p->len_kv, t->block_kv) : FEW_KEYS;
-    const int64_t rows = round_up(p->len_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
-    const double cost = (double)(rows * keys * t->cost) * (is_slow ? 1.3 : 1);
-    return p->len_kv * round_up(t->d, CHUNK) <= SHORT && t->block_kv > 64 ? 2 * cost : cost;
+    const int64_t mean_q = p->cu_seqlens_q && p->b > 0 ? p->total_q / p->b : p->len_q;
+    const int64_t mean_kv = p->cu_seqlens_k && p->b > 0 ? p->total_kv / p->b : p->len_kv;
+    const int64_t rows = computed(p->len_q, mean_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
+    const int64_t keys = computed(p->len_kv, mean_kv, t->block_kv);
+    const double cost = (double)(rows * (keys < FEW_KEYS ? keys : FEW_KEYS) * t->cost) * (is_slow ? 1.3 : 1);
+    if (mean_kv * round_up(t->d, CHUNK) > SHORT) return cost;
+    return t->block_kv > 64 ? 2 * cost : FA_FWD_FEW_REGISTERS(t->wgs, t->ctas) ? 0.7 * cost : cost;
 }
 
 /* ---- order of tiles -------------------------------------------------------------------------------------------- */

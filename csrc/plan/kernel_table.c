@@ -40,12 +40,20 @@
 #define V_192_128 "v128"
 #define V_64_128  "v128"
 
+/* Tiles of 128 rows and 64 keys have a kernel for one CTA of an SM and one for two. */
+#define OF_1_1 ""
+#define OF_2_1 ""
+#define OF_3_1 ""
+#define OF_4_1 ""
+#define OF_1_2 ""
+#define OF_2_2 "x2"
+
 /* TMA loads whole keys where their columns fill several chunks of 64. Of one chunk every box has whole keys. */
 #define HAS_WHOLE_CHUNKS(d, d_v) ((d) % 64 == 0 && (d_v) % 64 == 0 && (d) + (d_v) > 128)
 
 static const fa_row fwd_sm90_rows[] = {
 #define FA_FWD_TILE_SM90(d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, serves) \
-    {"attn_fwd_sm90_d" #d V_##d##_##d_v "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv,                    \
+    {"attn_fwd_sm90_d" #d V_##d##_##d_v "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv OF_##wgs##_##ctas,  \
      {d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost},                           \
      (serves) | ((serves) & FA_CACHE && (wgs) <= 2 ? FA_SINGLE_KEYS : 0u) |                         \
          ((serves) & FA_CACHE && HAS_WHOLE_CHUNKS(d, d_v) ? FA_WHOLE_KEYS : 0u),                    \

@@ -66,35 +66,33 @@ void fa_bump_version(AtenTensorHandle t) {
         fa_torch.bump_version(t);
 }
 
-static bool has_tangent(PyObject *forward_ad, AtenTensorHandle t) {
-    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL;
-    PyObject *dual = tensor ? PyObject_CallMethod(forward_ad, "unpack_dual", "O", tensor) : NULL;
+/* torch.autograd.forward_ad, or NULL with an exception. The caller holds the GIL. */
+static PyObject *forward_ad(void) {
+    static PyObject *module;
+    if (!module) module = PyImport_ImportModule("torch.autograd.forward_ad");
+    return module;
+}
+
+bool fa_forward_ad_is_on(void) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *module = forward_ad(), *level = module ? PyObject_GetAttrString(module, "_current_level") : NULL;
+    const bool truth = level && PyLong_AsLong(level) >= 0;
+    Py_XDECREF(level);
+    PyErr_Clear();
+    PyGILState_Release(state);
+    return truth;
+}
+
+bool fa_has_tangent(AtenTensorHandle t) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL, *module = forward_ad();
+    PyObject *dual = tensor && module ? PyObject_CallMethod(module, "unpack_dual", "O", tensor) : NULL;
     PyObject *tangent = dual ? PyObject_GetAttrString(dual, "tangent") : NULL;
     const bool truth = tangent && tangent != Py_None;
     Py_XDECREF(tangent);
     Py_XDECREF(dual);
     Py_XDECREF(tensor);
     PyErr_Clear();
-    return truth;
-}
-
-fa_status fa_refuse_tangents(const fa_signature *signature, const fa_call *call, fa_error *err) {
-    static PyObject *forward_ad; /* its level is -1 unless the process differentiates in forward mode */
-    const fa_tensor *found = NULL;
-    PyGILState_STATE state = PyGILState_Ensure();
-    if (!forward_ad) forward_ad = PyImport_ImportModule("torch.autograd.forward_ad");
-    PyObject *level = forward_ad ? PyObject_GetAttrString(forward_ad, "_current_level") : NULL;
-    if (level && PyLong_AsLong(level) >= 0)
-        for (int i = 0; i < signature->num_slots && !found; i++) {
-            const fa_slot *s = &signature->slots[i];
-            const fa_tensor *t = (const fa_tensor *)((const char *)call + s->place);
-            if (s->kind == FA_SLOT_TENSOR && t->handle && has_tangent(forward_ad, t->handle)) found = t;
-        }
-    Py_XDECREF(level);
-    PyErr_Clear();
     PyGILState_Release(state);
-    if (!found) return FA_OK;
-    return fa_fail(err, FA_EUNSUPPORTED,
-                   "%s has no jvp: there is no forward-mode derivative of attention; %s has a tangent",
-                   fa_ops.name_space, found->name);
+    return truth;
 }

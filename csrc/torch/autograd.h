@@ -2,7 +2,6 @@
 #ifndef FA_TORCH_AUTOGRAD_H
 #define FA_TORCH_AUTOGRAD_H
 
-#include "ops.h"
 #include "torch_abi.h"
 
 bool fa_requires_grad(AtenTensorHandle t);
@@ -13,7 +12,10 @@ const char *fa_leaf_in(AtenTensorHandle t);
 /* Tells autograd that the tensor is written in place. */
 void fa_bump_version(AtenTensorHandle t);
 
-/* Refuses a call if a tensor of it has a tangent of forward-mode AD, which our kernels would drop without a word. */
-fa_status fa_refuse_tangents(const fa_signature *signature, const fa_call *call, fa_error *err);
+/* Does the process differentiate in forward mode at the moment? */
+bool fa_forward_ad_is_on(void);
+
+/* Has the tensor a tangent of forward-mode AD? Our kernels would drop it without a word. */
+bool fa_has_tangent(AtenTensorHandle t);
 
 #endif

@@ -95,6 +95,19 @@ static fa_status unpack(const fa_signature *signature, const StableIValue *stack
     return status;
 }
 
+fa_status fa_refuse_tangents(const fa_signature *signature, const fa_call *call, fa_error *err) {
+    if (!fa_forward_ad_is_on()) return FA_OK;
+    for (int i = 0; i < signature->num_slots; i++) {
+        const fa_slot *s = &signature->slots[i];
+        const fa_tensor *t = (const fa_tensor *)((const char *)call + s->place);
+        if (s->kind == FA_SLOT_TENSOR && t->handle && fa_has_tangent(t->handle))
+            return fa_fail(err, FA_EUNSUPPORTED,
+                           "%s has no jvp: there is no forward-mode derivative of attention; %s has a tangent",
+                           fa_ops.name_space, t->name);
+    }
+    return FA_OK;
+}
+
 static void release(const fa_signature *signature, const fa_call *call) {
     for (int i = 0; i < signature->num_slots; i++) {
         const fa_slot *s = &signature->slots[i];

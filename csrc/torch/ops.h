@@ -72,6 +72,9 @@ void fa_begin_call(const fa_signature *signature, fa_call *call);
 /* Reads the tensor of a slot. The tensor must have memory. */
 fa_status fa_take_tensor(const fa_slot *slot, AtenTensorHandle handle, fa_tensor *t, fa_error *err);
 
+/* Refuses a call if a tensor of it has a tangent of forward-mode AD. */
+fa_status fa_refuse_tangents(const fa_signature *signature, const fa_call *call, fa_error *err);
+
 /* Ends the reading of arguments. The schema of flash_attn_3::fwd does not say that an append writes the caches. */
 void fa_open_caches(fa_call *call);
 

@@ -5,7 +5,6 @@
  * Plain eager calls do not come here, because they take the direct door (direct.c). */
 #include "python_ops.h"
 
-#include "autograd.h"
 #include "execute.h"
 #include "failures.h"
 #include "ops.h"

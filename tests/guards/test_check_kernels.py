@@ -202,7 +202,8 @@ EMULATED_FORWARDS = [
     "bf16_d192_q128kv96_cache_single", "bf16_d256_q128kv64_causal_cache_single",
     "fp16_d128_q64kv128", "bf16_d128_q64kv128_cache", "bf16_d256_q64kv64_causal", "fp16_d192_q64kv96_causal_cache",
     "fp16_d192v128_q128kv96_causal_varlen_cache_whole", "bf16_d128_q128kv128_cache_whole",
-    "bf16_d256_q64kv64_local_cache_whole"
+    "bf16_d256_q64kv64_local_cache_whole", "fp16_d64_q128kv64x2", "bf16_d64_q128kv64x2_causal_varlen",
+    "fp16_d128_q128kv64_varlen", "bf16_d128_q64kv64_causal_varlen"
 ]  # fmt: skip
 
 
