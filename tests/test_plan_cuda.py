@@ -59,6 +59,9 @@ from flash_attn._variants import ARCHS, choose
         ({"d": 128, "scale": 0}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
         ({"d": 128, "scale": -1}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),
         ({"d": 128, "scale": 1e-46}, "attn_fwd_sm90_bf16_d128_q128kv128_score"),  # 0 in fp32
+        ({"d": 128, "len_q": 192, "len_kv": 192}, "attn_fwd_sm90_bf16_d128_q64kv64"),
+        ({"d": 128, "len_q": 193, "len_kv": 193}, "attn_fwd_sm90_bf16_d128_q128kv128"),
+        ({"d": 128, "len_q": 300, "right": 0, "len_kv": 300}, "attn_fwd_sm90_bf16_d128_q64kv64_causal"),
         ({"d": 152}, "attn_fwd_sm90_bf16_d192_q128kv96"),
         ({"d": 160}, "attn_fwd_sm90_bf16_d160_q128kv128"),
         ({"d": 168}, "attn_fwd_sm90_bf16_d192_q128kv96"),

@@ -144,7 +144,7 @@ def test_keys_are_not_cut_where_parts_cannot_be_combined(plan):
         ({"len_q": 8, "d": 64, "dtype": 0}, "attn_decode_sm90_fp16_d64_q16"),
         ({"len_q": 9, "d": 72}, "attn_decode_sm90_bf16_d96_q32"),
         ({"len_q": 32, "d": 136, "softcap": 5, "sms": 132}, "attn_fwd_sm90_bf16_d192_q64kv96_score_cache"),
-        ({"len_q": 33}, "attn_fwd_sm90_bf16_d128_q64kv128"),
+        ({"len_q": 33}, "attn_fwd_sm90_bf16_d128_q64kv64"),
         ({"len_q": 32, "d": 256, "left": 5, "sms": 132}, "attn_decode_sm90_bf16_d256_q32"),
         ({"len_q": 32, "d": 256, "left": 5, "splits": 1, "h": 2}, "attn_fwd_sm90_bf16_d256_q64kv64_local"),
         ({"pages": 8}, "attn_fwd_sm90_bf16_d128_q128kv128_cache"),

@@ -29,7 +29,8 @@ static const double US_FIRST = 12, US_NEXT = 2, US_COMBINE = 3, US_ELEMENT = 7e-
  * longer than the products. */
 double fa_us_of_a_pair(const fa_fwd_sm90_columns *t) {
     const double products = 0.6e-6 * (double)round_up(t->d, CHUNK), exponentials = 55e-6;
-    return (products > exponentials ? products : exponentials) * t->cost / 100;
+    const int cost = t->ctas > 1 ? t->short_cost : t->cost; /* where tiles are few, a CTA has its SM alone */
+    return (products > exponentials ? products : exponentials) * cost / 100;
 }
 
 /* Microseconds of an SM for a key and a whole work tile. Copies of single keys may take longer than the products
@@ -199,9 +200,8 @@ static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms
     const int64_t mean_kv = p->cu_seqlens_k && p->b > 0 ? p->total_kv / p->b : p->len_kv;
     const int64_t rows = computed(p->len_q, mean_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
     const int64_t keys = computed(p->len_kv, mean_kv, t->block_kv);
-    const double cost = (double)(rows * (keys < FEW_KEYS ? keys : FEW_KEYS) * t->cost) * (is_slow ? 1.3 : 1);
-    if (mean_kv * round_up(t->d, CHUNK) > SHORT) return cost;
-    return t->block_kv > 64 ? 2 * cost : FA_FWD_FEW_REGISTERS(t->wgs, t->ctas) ? 0.7 * cost : cost;
+    const int cost = mean_kv * round_up(t->d, CHUNK) <= SHORT ? t->short_cost : t->cost;
+    return (double)(rows * (keys < FEW_KEYS ? keys : FEW_KEYS) * cost) * (is_slow ? 1.3 : 1);
 }
 
 /* ---- order of tiles -------------------------------------------------------------------------------------------- */

@@ -52,11 +52,11 @@
 #define HAS_WHOLE_CHUNKS(d, d_v) ((d) % 64 == 0 && (d_v) % 64 == 0 && (d) + (d_v) > 128)
 
 static const fa_row fwd_sm90_rows[] = {
-#define FA_FWD_TILE_SM90(d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, serves) \
-    {"attn_fwd_sm90_d" #d V_##d##_##d_v "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv OF_##wgs##_##ctas,  \
-     {d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost},                           \
-     (serves) | ((serves) & FA_CACHE && (wgs) <= 2 ? FA_SINGLE_KEYS : 0u) |                         \
-         ((serves) & FA_CACHE && HAS_WHOLE_CHUNKS(d, d_v) ? FA_WHOLE_KEYS : 0u),                    \
+#define FA_FWD_TILE_SM90(d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, short_cost, serves) \
+    {"attn_fwd_sm90_d" #d V_##d##_##d_v "_q" TEXT(ROWS_OF_##wgs) "kv" #block_kv OF_##wgs##_##ctas,              \
+     {d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, short_cost},                           \
+     (serves) | ((serves) & FA_CACHE && (wgs) <= 2 ? FA_SINGLE_KEYS : 0u) |                                     \
+         ((serves) & FA_CACHE && HAS_WHOLE_CHUNKS(d, d_v) ? FA_WHOLE_KEYS : 0u),                                \
      FA_SHARED_BYTES_OF(ctas)},
 #include "cuda/tiles.def"
 };
@@ -70,8 +70,7 @@ int fa_fwd_sm90_box(const fa_fwd_sm90_columns *t) {
 }
 
 /* gpu_fwd.c takes the row that costs a sequence least. A row is never chosen if an earlier row beats it. The earlier
- * row serves the same features, its steps have at least as many rows and keys, and a step costs no more. Short
- * sequences prefer steps of 64 keys, so a row with such steps is beaten only by another row with such steps. */
+ * row serves the same features, its steps have at least as many rows and keys, and a step costs no more. */
 static bool fwd_sm90_chooses(int row, unsigned features) {
     const unsigned of_pages = features & (FA_SINGLE_KEYS | FA_WHOLE_KEYS);
     const unsigned wanted = (features & (FA_ALL_FEATURES | FA_CACHE)) | of_pages;
@@ -81,8 +80,8 @@ static bool fwd_sm90_chooses(int row, unsigned features) {
     for (int i = 0; i < row; i++) {
         const fa_fwd_sm90_columns *t = fa_fwd_sm90_row(i);
         if (t->d == mine->d && t->d_v == mine->d_v && t->wgs >= mine->wgs && t->block_kv >= mine->block_kv &&
-            (t->block_kv <= 64 || mine->block_kv > 64) &&
             t->wgs * t->block_kv * t->cost <= mine->wgs * mine->block_kv * mine->cost &&
+            t->wgs * t->block_kv * t->short_cost <= mine->wgs * mine->block_kv * mine->short_cost &&
             (fwd_sm90_rows[i].serves & wanted) == wanted)
             return false;
     }

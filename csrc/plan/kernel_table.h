@@ -98,7 +98,7 @@ extern const fa_family fa_families[FA_NUM_FAMILIES];
 
 /* The columns of attn_fwd_sm90. */
 typedef struct {
-    int d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost;
+    int d, d_v, block_kv, wgs, stages, q_stages, turn, o_wait, ctas, cost, short_cost;
 } fa_fwd_sm90_columns;
 const fa_fwd_sm90_columns *fa_fwd_sm90_row(int row);
 /* Columns of the boxes that TMA loads: 64, or 32 where these fill all columns of a tile and 64 do not. Tiles for heads
