@@ -30,8 +30,8 @@ enum { O_WAIT_AFTER_EXP = 0, O_WAIT_AMID_EXP = 1, O_WAIT_BEFORE_EXP = 2 };
 
 constexpr int BLOCK_Q = 64 * WGS;
 constexpr int THREADS = FA_FWD_THREADS(WGS, CTAS);
-/* Consumers take registers from the warpgroup that feeds them. That warpgroup is the first one. Otherwise the warps that
- * feed are the last ones. */
+/* Consumers take registers from the warpgroup that feeds them, which is the first one. Otherwise the warps that feed
+ * are the last ones. */
 constexpr bool MOVES_REGISTERS = !FA_FWD_FEW_REGISTERS(WGS, CTAS);
 constexpr int FEEDING_GROUP = MOVES_REGISTERS ? 0 : WGS, FIRST_CONSUMER = MOVES_REGISTERS ? 1 : 0;
 /* The length of a row of a swizzled chunk of Q, K and V: 64 bytes where these fill whole chunks and 128 do not. But
