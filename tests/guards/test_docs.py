@@ -97,4 +97,15 @@ def test_examples_run_from_top_to_bottom():
     done = fresh_python.python("".join(examples))
     printed = done.stdout
     assert done.returncode == 0, done.stderr
-    assert "torch.Size([2, 1024, 8, 64])" in printed and "forward on cpu: attn_fwd" in printed, printed
+    assert "torch.Size([2, 1024, 8, 64])" in printed, printed
+
+    # Below the last example stands what it prints on a processor with AVX-512.
+    block = re.search(r"^```\n(forward on cpu: .*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+    isa = re.search(r"^ {4}instruction set  (\w+)$", printed, re.MULTILINE)[1]
+    passes = re.findall(r"^\w+ on cpu: attn_.*$", block, re.MULTILINE)
+    labels = re.findall(r"^ {4}(?!ruled out)\w[\w ]+?  ", block, re.MULTILINE)
+    assert len(passes) == 2 and len(labels) == 5
+    for line in passes:
+        start = line if isa == "avx512" else line.partition("_q")[0].replace("avx512", isa)
+        assert f"\n{start}" in printed, printed
+    assert all(f"\n{label}" in printed for label in labels), printed
