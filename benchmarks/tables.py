@@ -261,10 +261,10 @@ def faster_than_fa3(source):
                 raise Missing("row of every head dimension in peers_<device>.csv")
             ranges.append(between([theirs / ours for theirs, ours in pairs], "{:.2f}"))
     text = (
-        "FlashAttention-3 was timed by turns with ours on the H100, in bf16 with 4096 tokens, with and without a causal "
-        f"mask. At head dimensions 32, 72, 80 and 160 our forward is {ranges[0]} times as fast, and our backward "
-        f"{ranges[1]} times. At 64, 128 and 256 our forward is {ranges[2]} times as fast, and our backward {ranges[3]} "
-        "times."
+        "FlashAttention-3 was timed by turns with ours on the H100, in bf16 with 4096 tokens, with and without a "
+        f"causal mask. At head dimensions 32, 72, 80 and 160 our forward is {ranges[0]} times as fast, and our "
+        f"backward {ranges[1]} times. At 64, 128 and 256 our forward is {ranges[2]} times as fast, and our backward "
+        f"{ranges[3]} times."
     )
     return textwrap.wrap(text, 120)
 

@@ -167,8 +167,10 @@ def flash_attn_func(
         S_dmask: empty, or with dropout ``[b, h, len_q, len_kv]``, lengths rounded up to 128: exp(score - row maximum),
         negative where dropped. For tests.
     Raises:
-        RuntimeError: the message names the argument that does not fit, what came and what is allowed. So do attn_bias,
-            attn_mask, return_max_logits, and return_lse with gradients, if there is dropout.
+        RuntimeError: a shape, dtype, device or value does not fit. The message names the argument, what came and what
+            is allowed. So do attn_bias, attn_mask, return_max_logits, and return_lse with gradients, if there is
+            dropout.
+        TypeError: an argument is of a wrong kind, such as a list in place of a tensor; ValueError: window_size is.
     Gradients for q, k, v, attn_bias and sinks, through out, and through the lse of return_lse.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
 
@@ -358,7 +360,8 @@ def flash_attn_varlen_func(
         As ``flash_attn_func``: out ``[total_q, h, d]``, softmax_lse and lse ``[h, total_q]``, S_dmask with max_seqlen
         in place of the lengths.
     Raises:
-        RuntimeError: see ``flash_attn_func``; on the CPU also for lengths and pages that do not fit the tensors.
+        RuntimeError, TypeError, ValueError: see ``flash_attn_func``; RuntimeError on the CPU also for lengths and
+            pages that do not fit the tensors.
     Gradients for q, k, v; none with block_table.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.
 
@@ -565,7 +568,8 @@ def flash_attn_with_kvcache(
         ``out`` ``[b, len_q, h, d]`` in the dtype and layout of q, and on request softmax_lse, fp32 ``[b, h, len_q]``.
     Raises:
         AssertionError: the last dimension of a cache is not contiguous.
-        RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
+        RuntimeError, TypeError, ValueError: see ``flash_attn_func``; RuntimeError also if the append does not fit, and
+            then nothing is written.
     There are no gradients. If an input requires a gradient, one warning says so.
     Source: FlashAttention-2, arXiv 2307.08691; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
 

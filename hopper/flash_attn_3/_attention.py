@@ -133,8 +133,10 @@ def _first_gradients(ctx, saved, dout):
     """
     *tensors, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = saved
     o = ctx.options
-    if ctx.has_qv or o.attention_chunk:
-        return refuse_backward(o.attention_chunk > 0, [*tensors, dout])  # dout is like qv
+    is_fp8 = tensors[0].dtype == torch.float8_e4m3fn
+    if ctx.has_qv or o.attention_chunk or is_fp8:
+        what = "attention_chunk" if o.attention_chunk else "FP8" if is_fp8 else "qv"
+        return refuse_backward(what, [*tensors, dout])  # dout is like qv
     q, k, v = _split(tensors, ctx.num_heads_q)
     packs = cu_seqlens_q is not None or cu_seqlens_k is not None
     zeros = seqused_q is not None or seqused_k is not None or (packs and q.is_cpu)

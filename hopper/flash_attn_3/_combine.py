@@ -78,7 +78,7 @@ def flash_attn_combine(
         ``(out, lse)``: lse is fp32 ``[b, len, h]``, a transposed view of memory ``[b, h, len]``. If every part has an
         infinite lse, out is 0 and lse is -inf. A NaN in lse_partial makes the row NaN.
     Raises:
-        RuntimeError: the message names the argument that does not fit, what came and what is allowed.
+        RuntimeError, TypeError: the message names the argument that does not fit, what came and what is allowed.
     Gradients for out_partial and lse_partial, through out and lse. Upstream drops them without a word. NOTE: the
     softmax_lse of ``flash_attn_func`` carries no gradient. So gradients through parts that it computed lack a term.
 

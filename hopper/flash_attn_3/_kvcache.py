@@ -123,7 +123,8 @@ def flash_attn_with_kvcache(
         ``out``, like q with d_v columns, and on request softmax_lse, fp32 ``[b, h, len_q]`` or ``[h, total_q]``.
     Raises:
         AssertionError: the last dimension of a cache is not contiguous.
-        RuntimeError: see ``flash_attn_func``; also if the append does not fit, and then nothing is written.
+        RuntimeError, TypeError, ValueError: see ``flash_attn_func``; RuntimeError also if the append does not fit, and
+            then nothing is written.
     There are no gradients. If an input requires a gradient, one warning says so.
     Source: FlashAttention-3, arXiv 2407.08608; rotary embedding, arXiv 2104.09864. Specification: csrc/cpu/reference.c.
 
@@ -248,7 +249,7 @@ def get_scheduler_metadata(
     Returns:
         An int32 tensor of one dimension on the device of cache_seqlens.
     Raises:
-        RuntimeError: the message names the argument that does not fit.
+        RuntimeError, TypeError: the message names the argument that does not fit.
 
     >>> lengths = torch.tensor([3, 9], dtype=torch.int32)
     >>> get_scheduler_metadata(2, 1, 16, 4, 2, 64, lengths).dtype

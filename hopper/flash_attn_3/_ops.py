@@ -205,24 +205,30 @@ def _quantize(call):
 # ---- calls without a backward ------------------------------------------------------------------------------------
 
 
-def refuse_backward(has_chunk, tensors):
+_REFUSALS = {
+    "attention_chunk": AssertionError("FA3 backward does not support attention_chunk"),
+    "FP8": RuntimeError("flash_attn_3 has no backward for FP8: detach q, k and v"),
+    "qv": RuntimeError("flash_attn_3 has no backward with qv: qv would need a gradient, too"),
+}
+
+
+def refuse_backward(what, tensors):
     """Raises. While compiling, an op that will raise returns gradients of the tensors, so that the forward compiles."""
     if torch.compiler.is_compiling():
-        return ops._refuse_backward(tensors, has_chunk)
-    if has_chunk:
-        raise AssertionError("FA3 backward does not support attention_chunk")
-    raise RuntimeError("flash_attn_3 has no backward with qv: qv would need a gradient, too")
+        return ops._refuse_backward(tensors, what)
+    refusal = _REFUSALS[what]
+    raise type(refusal)(*refusal.args)
 
 
 def _define_refusal():
-    schema = "(Tensor[] tensors, bool has_chunk) -> Tensor[]"
+    schema = "(Tensor[] tensors, str what) -> Tensor[]"
     op = torch.library.custom_op(
         "flash_attn_3::_refuse_backward",
-        lambda tensors, has_chunk: refuse_backward(has_chunk, tensors),
+        lambda tensors, what: refuse_backward(what, tensors),
         mutates_args=(),
         schema=schema,
     )
-    op.register_fake(lambda tensors, has_chunk: [torch.empty_like(x) for x in tensors])
+    op.register_fake(lambda tensors, what: [torch.empty_like(x) for x in tensors])
 
 
 register_once("refusal", _define_refusal)

@@ -41,7 +41,8 @@ def quantize(
         ``[b, h_kv]``. A NaN becomes NaN and leaves the descale alone. An infinity becomes NaN, and its descale is
         infinite. Magnitudes below 2^-126 count as 0, and a descale is at least 2^-126.
     Raises:
-        RuntimeError: the message names the argument that does not fit, or the tensor that requires grad.
+        RuntimeError, TypeError, ValueError: the message names the argument that does not fit, or the tensor that
+            requires grad.
     There are no gradients. All arithmetic is fp32, and the CPU and the GPU give the same bits.
     Source: csrc/quantization.h.
 

@@ -96,7 +96,9 @@ def flash_attn_func(
         softmax_lse: fp32 ``[b, h, len_q]``, natural logarithm of each row's sum of exp(score); -inf if the row sees no
         key, +inf if there are no keys at all.
     Raises:
-        RuntimeError: the message names the argument that does not fit, what came and what is allowed.
+        RuntimeError: a shape, dtype, device or value does not fit. The message names the argument, what came and what
+            is allowed. Also a backward with FP8 or qv.
+        TypeError: an argument is of a wrong kind, such as a list in place of a tensor; ValueError: window_size is.
         AssertionError: a backward with attention_chunk.
     Gradients for q, k, v, through out only; none for FP8, qv, attention_chunk, or d_v above 256.
     Source: FlashAttention-3, arXiv 2407.08608. Specification: csrc/cpu/reference.c.

@@ -155,6 +155,14 @@ def test_compiled_forward_without_backward(reason, trained, call):
         assert torch.equal(compiled(function)(*inputs), out)
 
 
+def test_a_compiled_backward_for_fp8_raises():
+    q, k, v = (make(2, 5, 4, 64).to(torch.float8_e4m3fn).requires_grad_() for _ in range(3))
+    out = compiled(fa3.flash_attn_func)(q, k, v)
+    assert torch.equal(out, fa3.flash_attn_func(q, k, v)) and out.requires_grad
+    with pytest.raises(RuntimeError, match="flash_attn_3 has no backward for FP8: detach q, k and v"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("num_heads_q", [None, 4])
 def test_compiled_qkvpacked(num_heads_q):
     qkv = make(2, 9, 8, 32, grad=True) if num_heads_q else make(2, 9, 3, 4, 32, grad=True)

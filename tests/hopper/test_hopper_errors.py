@@ -59,6 +59,12 @@ def train(error=RuntimeError, dtype=BF16, d=32, d_v=None, **options):
     fa3.flash_attn_func(q, k, v, **options).float().sum().backward()
 
 
+def train_fp8(function):
+    q, k, v = (t(1, 4, 1, 32, dtype=E4M3).requires_grad_() for _ in range(3))
+    function(q, k, v).float().sum().backward()
+
+
+NO_FP8 = "flash_attn_3 has no backward for FP8: detach q, k and v"
 HEADDIM_V = (
     "If V headdim is different from Q/K dim, we only support Q/K headdim in (128, 192] and V headdim in (96, 128]"
 )
@@ -98,6 +104,10 @@ CASES = [
     (lambda: func(d=64, d_v=256, qv=t(2, 4, 2, 256).requires_grad_()).sum().backward(),
      "flash_attn_3 has no backward with qv"),
     (lambda: train(d=64, d_v=256, qv=t(1, 4, 1, 256)), "flash_attn_3 has no backward with qv"),
+    # FP8
+    (lambda: train_fp8(fa3.flash_attn_func), NO_FP8),
+    (lambda: train_fp8(lambda *x: torch.ops.flash_attn_3._flash_attn_forward(*x)[0]), NO_FP8),
+    (lambda: train_fp8(lambda q, k, v: fa3.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2))), NO_FP8),
     # shapes
     (lambda: func(h=3), "Number of heads in key/value must divide number of heads in query"),
     (lambda: func(k=t(2, 6, 2, 16)), "k must have shape (batch_size, seqlen_k, num_heads_k, head_size)"),
