@@ -165,9 +165,10 @@ static fa_status check_head_dims_of_3(const fa_call *c, fa_problem *p, fa_error 
     REQUIRE(p->d_v <= FA_MAX_HEAD_DIM || c->pass == FA_FWD,
             "FlashAttention backward only supports head dimension at most %d; v has %" PRId64, FA_MAX_HEAD_DIM, p->d_v);
     if (!present(&c->qv)) return FA_OK;
-    REQUIRE(p->d <= 64, "q_v is only supported for head_size <= 64; q has %" PRId64, p->d);
-    REQUIRE(p->d_v >= 256, "q_v is only supported for hdim_v >= 256.; v has %" PRId64, p->d_v);
-    REQUIRE(p->dtype != FA_E4M3, "q_v is only supported for fp16 and bf16 data type; it is %s",
+    const char *name = c->qv.name; /* upstream's words say q_v, and not every function calls the argument so */
+    REQUIRE(p->d <= 64, "q_v is only supported for head_size <= 64; %s was passed, and q has %" PRId64, name, p->d);
+    REQUIRE(p->d_v >= 256, "q_v is only supported for hdim_v >= 256. %s was passed, and v has %" PRId64, name, p->d_v);
+    REQUIRE(p->dtype != FA_E4M3, "q_v is only supported for fp16 and bf16 data type; %s is %s", name,
             dtype_words(c->qv.dtype));
     return FA_OK;
 }

@@ -1,11 +1,13 @@
 """Files, headings and results that the documents name exist, and the examples in the documents run."""
 
+import importlib
 import re
 from fnmatch import fnmatch
 
 import fresh_python
 import pytest
 import tables
+import torch  # noqa: F401  the extensions need it
 from toolbox import CSRC, ROOT, relative
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -88,6 +90,14 @@ def test_the_tour_names_every_file(folder):
     files = {path.name for path in (CSRC / folder).iterdir() if path.is_file() and path.suffix != ".md"}
     files -= {name[:-2] + ".h" for name in files if name.endswith(".c")}
     assert sorted(name for name in files if f"`{name}`" not in text) == []
+
+
+@pytest.mark.parametrize("name", ["flash_attn_2_cuda", "flash_attn_3._C"])
+def test_the_tour_names_every_function_of_the_modules(name):
+    module = importlib.import_module(name)
+    text = (CSRC / "README.md").read_text(encoding="utf-8")
+    functions = {function for function in dir(module) if not function.startswith(("__", "direct_"))}
+    assert sorted(function for function in functions if f"`{function}`" not in text) == []
 
 
 def test_examples_run_from_top_to_bottom():
