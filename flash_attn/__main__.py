@@ -32,7 +32,7 @@ def show(title, columns, rows):
     if Console:
         table = Table(box=box.SIMPLE_HEAD)
         for column in columns:
-            table.add_column(column, justify="left" if column == columns[0] else "right")
+            table.add_column(column, justify="left" if column == columns[0] else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
         Console(highlight=False).print(table)
@@ -51,7 +51,8 @@ def facts():
     yield "flash_attn", f"{flash_attn.__version__}  in {flash_attn.__path__[0]}"
     yield "torch", f"{torch.__version__}  on Python {platform.python_version()}"
     yield "processor", f"{cpu_name()}, {torch.get_num_threads()} threads"
-    yield "kernels", f"{now}  of {', '.join([*others, best])}"
+    rest = [name for name in [*others, best] if name != now]
+    yield "kernels", f"of {now}; this machine can also run those of {', '.join(rest)}"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         runs = "kernels of its own" if capability == (9, 0) else "special kernels in fp16 and bf16, generic kernels"
@@ -158,7 +159,8 @@ def self_check(isa):
 def compare(dtype, causal, length=1024, heads=8, d=64):
     """Compares us with PyTorch's scaled_dot_product_attention: a row for the forward, a row for both passes.
 
-    Returns the rows, and whether the results agree. Both sides may be off by the limit of their dtype.
+    The speedup is the quotient of both medians. Beside it stand the least and the largest quotient of a round. Returns
+    the rows, and whether the results agree. Both sides may be off by the limit of their dtype.
     """
     torch.manual_seed(2)
     q, k, v = (random(dtype, 1, length, heads, d) for _ in range(3))
@@ -180,17 +182,20 @@ def compare(dtype, causal, length=1024, heads=8, d=64):
         cell, passed = verdict(largest_difference(ours, theirs, dtype), 2 * LIMITS[dtype])
         milliseconds = [f"{1e3 * median(seconds):.1f}" for seconds in times]
         name = f"{DTYPES[dtype]}{' causal' if causal else ''}, {name}"
-        return [name, *milliseconds, f"{quotient(*milliseconds):.2f}x", cell], passed
+        rounds = [theirs / ours for theirs, ours in zip(*times)]
+        spread = f"{min(rounds):.2f}-{max(rounds):.2f}"
+        return [name, *milliseconds, f"{quotient(*milliseconds):.2f}x", spread, cell], passed
 
     with torch.no_grad():
         forward = row("fwd", [sdpa, flash], rounds=9)
-    both = row("fwd + bwd", [partial(gradients, sdpa), partial(gradients, flash)], rounds=5)
+    both = row("fwd+bwd", [partial(gradients, sdpa), partial(gradients, flash)], rounds=5)
     return [forward[0], both[0]], forward[1] and both[1]
 
 
 def main():
     what = "Says what is installed and what this machine offers, checks the kernels and compares them with PyTorch's."
-    argparse.ArgumentParser(prog="python -m flash_attn", description=what).parse_args()
+    also = "python -m flash_attn.build compiles GPU kernels before their first use."
+    argparse.ArgumentParser(prog="python -m flash_attn", description=what, epilog=also).parse_args()
     isa = use_isa(flash_attn_2_cuda.cpu_isas()[-1])
     for name, value in facts():
         print(f"{name:<12}{value}")
@@ -198,7 +203,12 @@ def main():
 
     print("The self-check and the comparison take about half a minute on two cores.\n", flush=True)
     rows, passed = self_check(isa)
-    title = "Self-check: largest difference from the reference, results and gradients, in units of precision"
+    print(
+        "Differences are divided by the largest expected value and by the dtype's epsilon (torch.finfo(dtype).eps).\n"
+        'Behind "of" stands the largest difference that rounding explains.\n',
+        flush=True,
+    )
+    title = "Self-check: largest difference from the reference, results and gradients"
     show(title, ["", *DTYPES.values()], rows)
 
     rows = []
@@ -209,8 +219,11 @@ def main():
         rows, passed = rows + found, passed and agree
     if sys.stdout.isatty():
         print("\r", end="")
-    title = "Against PyTorch's scaled_dot_product_attention: [1, 1024, 8, 64], medians of alternating runs"
-    show(title, ["", "SDPA ms", "flash ms", "speedup", "difference, units"], rows)
+    title = (
+        "Against PyTorch's scaled_dot_product_attention: [1, 1024, 8, 64], milliseconds, medians of alternating runs.\n"
+        "The range is that of the speedup in single rounds."
+    )
+    show(title, ["", "SDPA", "flash", "speedup", "range", "difference"], rows)
 
     print("All checks passed." if passed else "A CHECK FAILED: please report this with the lines above.")
     return 0 if passed else 1

@@ -102,8 +102,10 @@ def _check(outs, lses):
     if not isinstance(outs, (list, tuple)) or not isinstance(lses, (list, tuple)):
         name, given = ("outs", outs) if not isinstance(outs, (list, tuple)) else ("lses", lses)
         raise TypeError(f"{name} must be a list of tensors; it is of type {type(given).__name__}")
-    if not outs or len(outs) != len(lses) or len(outs) > 256:
-        raise RuntimeError(f"outs and lses must be 1 to 256 tensors each; there are {len(outs)} and {len(lses)}")
+    if len(outs) != len(lses):
+        raise RuntimeError(f"lses must have a tensor for each tensor of outs; outs has {len(outs)}, lses {len(lses)}")
+    if not outs or len(outs) > 256:
+        raise RuntimeError(f"outs and lses must have 1 to 256 tensors each; they have {len(outs)}")
     for i, (out, lse) in enumerate(zip(outs, lses)):
         check_tensor(f"outs[{i}]", out)
         check_tensor(f"lses[{i}]", lse)

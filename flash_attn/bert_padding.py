@@ -187,6 +187,11 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     >>> torch.equal(pad_input(tokens, indices, 2, 4), x)
     True
     """
+    if not torch.compiler.is_compiling() and hidden_states.shape[0] not in (1, indices.shape[0]):
+        raise RuntimeError(
+            f"indices must have an index for each row of hidden_states; hidden_states has {hidden_states.shape[0]} "
+            f"rows, indices has {indices.shape[0]}"
+        )
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 

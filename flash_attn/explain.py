@@ -14,6 +14,10 @@ from flash_attn import _sdpa
 from flash_attn._ops import flash_attn_2_cuda
 
 
+def _number(n, thing):
+    return f"{n} {thing}{'' if n == 1 else 's'}"
+
+
 @dataclass
 class Plan:
     """The plan of one pass of a call. Printing shows one fact a line."""
@@ -46,17 +50,17 @@ class Plan:
         if self.kernel:
             lines += [f"    instruction set  {self.isa}"] if self.isa else []
             lines += [f"    tile             {self.block_q} rows x {self.block_kv} keys"]
-            lines[-1] += f", {self.tiles_per_task} tiles a task" if self.tiles_per_task else ""
+            lines[-1] += f", {_number(self.tiles_per_task, 'tile')} a task" if self.tiles_per_task else ""
             lines += [f"    threads          {self.threads}"] if self.threads else []
             lines += [
                 f"    key splits       {self.num_splits or 'as many as it takes'}",
-                *([f"    walked together  {self.group_heads} heads"] if self.group_heads else []),
+                *([f"    walked together  {_number(self.group_heads, 'head')}"] if self.group_heads else []),
                 *([f"    in a work tile   {self.tile_heads} heads"] if self.tile_heads > 1 else []),
                 *(["    pages            copied side by side before it runs"] if self.gathers else []),
                 *(["    work tiles       from a counter"] if self.is_dynamic else []),
                 *([f"    clusters of      {self.cluster}"] if self.cluster else []),
                 *(
-                    [f"    CTAs             {self.groups} groups of {self.lanes}"]
+                    [f"    CTAs             {_number(self.groups, 'group')} of {self.lanes}"]
                     if self.lanes and not self.cluster
                     else []
                 ),

@@ -19,9 +19,10 @@ CUDA = [*CPU, ("nvidia-cublas", "https://host/cublas.whl"), ("triton", "https://
 def test_the_speedup_is_the_quotient_of_the_printed_times(monkeypatch):
     monkeypatch.setattr(demo, "alternate", lambda functions, rounds: [[0.1521, 0.1524, 9.0], [0.12449, 0.1, 0.2]])
     rows, agree = demo.compare(torch.float32, False, length=16, heads=1)
-    assert agree and [row[0] for row in rows] == ["fp32, fwd", "fp32, fwd + bwd"]
-    for _, sdpa, flash, speedup, difference in rows:
+    assert agree and [row[0] for row in rows] == ["fp32, fwd", "fp32, fwd+bwd"]
+    for _, sdpa, flash, speedup, spread, difference in rows:
         assert (sdpa, flash) == ("152.4", "124.5") and speedup == f"{152.4 / 124.5:.2f}x"
+        assert spread == "1.22-45.00"
         assert difference.endswith(" of 128")
 
 

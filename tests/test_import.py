@@ -150,6 +150,24 @@ def test_import_after_a_misspelt_instruction_set():
     ]
 
 
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        ("FLASH_ATTN_TORCH_SHIM", "3", "allowed are releases of PyTorch 2, such as 2.4"),
+        ("FLASH_ATTN_TORCH_SHIM", "2.4x", "allowed are releases of PyTorch 2, such as 2.4"),
+        (
+            "FLASH_ATTN_CUDA_KERNEL",
+            "any,bogus",
+            "each of its words must be a part of a kernel's name, such as attn_fwd",
+        ),
+        ("FLASH_ATTN_LOG", "plans", "allowed are plan, and 0 or nothing"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(name, value, text):
+    said = python(f"import os\nos.environ[{name!r}] = {value!r}\n{IMPORT}")
+    assert said.startswith(f"{name} is '{value}'; {text}"), said
+
+
 def test_other_distributions_may_add_subpackages(tmp_path):
     package = tmp_path / "flash_attn" / "from_elsewhere"
     package.mkdir(parents=True)

@@ -138,8 +138,8 @@ def test_gradients_of_large_lses(size):
     [
         (lambda outs, lses: (outs[0], lses), "outs must be a list of tensors; it is of type Tensor"),
         (lambda outs, lses: (outs, None), "lses must be a list of tensors; it is of type NoneType"),
-        (lambda outs, lses: ([], []), "1 to 256 tensors each; there are 0 and 0"),
-        (lambda outs, lses: (outs, lses[:1]), "there are 2 and 1"),
+        (lambda outs, lses: ([], []), "1 to 256 tensors each; they have 0"),
+        (lambda outs, lses: (outs, lses[:1]), "lses must have a tensor for each tensor of outs; outs has 2, lses 1"),
         (lambda outs, lses: (outs, [lses[0], 1.5]), r"lses\[1\] must be a tensor"),
         (lambda outs, lses: (outs, [lses[0], lses[1].double()]), r"lses\[1\] torch.float64"),
         (lambda outs, lses: ([outs[0], outs[1].half()], lses), r"outs\[1\] must have the device and dtype"),

@@ -80,6 +80,14 @@ def test_the_environment_chooses(environment, archs, monkeypatch):
     assert ship_cubins.wanted_archs(environment) == archs
 
 
+def test_a_misspelt_architecture_ends_the_build(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "csrc" / "gpu"))
+    import ship_cubins
+
+    with pytest.raises(SystemExit, match="^FLASH_ATTN_CUDA_ARCHS is '90;bogus'; allowed are 80, 86, .*90, .*120"):
+        ship_cubins.wanted_archs({"FLASH_ATTN_CUDA_ARCHS": "90;bogus"})
+
+
 def test_nothing_is_compiled_unless_asked_for(built):
     (built / "flash_attn" / "cubins").mkdir()
     (built / "flash_attn" / "cubins" / "old-0.cubin").write_text("of an earlier build")

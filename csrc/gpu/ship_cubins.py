@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,12 +32,24 @@ def _load(name, path):
     return importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
 
 
+def _variants():
+    module = _load("flash_attn_variants", VARIANTS)
+    module.__spec__.loader.exec_module(module)
+    return module
+
+
 def wanted_archs(environment):
-    """Returns ["sm_80", "sm_90a"] for "80;90", and [] if no kernel is to be compiled."""
+    """Returns ["sm_80", "sm_90a"] for "80;90", and [] if no kernel is to be compiled. Ends the build for others."""
     if environment.get("FLASH_ATTENTION_SKIP_CUDA_BUILD", "").upper() == "TRUE":
         return []
-    numbers = re.split(r"[;,\s]+", environment.get("FLASH_ATTN_CUDA_ARCHS", "").strip())
-    return ["sm_90a" if number.rstrip("a") == "90" else f"sm_{number}" for number in numbers if number]
+    given = environment.get("FLASH_ATTN_CUDA_ARCHS", "")
+    numbers = [number for number in re.split(r"[;,\s]+", given) if number]
+    archs = ["sm_90a" if number.rstrip("a") == "90" else f"sm_{number}" for number in numbers]
+    known = _variants().ARCHS if archs else ()
+    if not set(archs) <= set(known):
+        allowed = ", ".join(arch.removeprefix("sm_").removesuffix("a") for arch in known)
+        sys.exit(f"FLASH_ATTN_CUDA_ARCHS is {given!r}; allowed are {allowed}, separated by semicolons")
+    return archs
 
 
 def toolkit():
@@ -73,10 +86,8 @@ def ship(extension, archs, jobs, say=print):
 def _ship(extension, archs, jobs, say, folder, cache):
     module_name = _module_name(extension)
     package, generation = ("flash_attn_3", 3) if module_name == "_C" else ("flash_attn", 2)
-    variants = _load("flash_attn_variants", VARIANTS)
-    variants.__spec__.loader.exec_module(variants)
     module = _load(module_name, extension)
-    kernels = variants.choose(module, archs, False, generation)
+    kernels = _variants().choose(module, archs, False, generation)
     before = {name: os.environ.get(name) for name in ("FLASH_ATTN_CACHE_DIR", "CUDA_HOME")}
     os.environ["FLASH_ATTN_CACHE_DIR"] = str(cache)
     if toolkit() and not before["CUDA_HOME"]:

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "cpu/dispatch.h"
+#include "plan/kernel_table.h"
 
 fa_machine fa_this_machine;
 
@@ -71,6 +72,19 @@ static bool leave_cuda_kernels(const char *words) {
     return true;
 }
 
+/* Is each of the words, which commas separate, a part of a kernel's name? */
+static bool are_in_names(const char *words) {
+    while (words) {
+        const size_t length = strcspn(words, ",");
+        bool is_found = length == 0;
+        for (int i = 0; i < FA_NUM_FAMILIES; i++)
+            for (const char *at = fa_families[i].name; *at; at++) is_found |= strncmp(at, words, length) == 0;
+        if (!is_found) return false;
+        words = words[length] ? words + length + 1 : NULL;
+    }
+    return true;
+}
+
 static PyObject *set_cuda_kernels(PyObject *self, PyObject *words) {
     (void)self;
     PyObject *bytes = NULL;
@@ -95,7 +109,15 @@ bool fa_machine_load(void) {
         return false;
     }
     fa_this_machine.isa = (fa_isa)chosen;
-    if (!leave_cuda_kernels(getenv("FLASH_ATTN_CUDA_KERNEL"))) {
+    const char *kernels = getenv("FLASH_ATTN_CUDA_KERNEL");
+    if (!are_in_names(kernels)) {
+        PyErr_Format(PyExc_ImportError,
+                     "FLASH_ATTN_CUDA_KERNEL is '%s'; each of its words must be a part of a kernel's name, such as "
+                     "attn_fwd_sm90, attn_decode_sm90, attn_bwd_sm80 or attn_fwd_any",
+                     kernels);
+        return false;
+    }
+    if (!leave_cuda_kernels(kernels)) {
         PyErr_NoMemory();
         return false;
     }

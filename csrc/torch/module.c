@@ -22,6 +22,12 @@ static bool read_environment(void) {
         PyErr_Format(PyExc_ImportError, "FLASH_ATTN_LOG is '%s'; allowed are plan, and 0 or nothing", log);
         return false;
     }
+    const char *shim = getenv("FLASH_ATTN_TORCH_SHIM");
+    if (shim && *shim && (strncmp(shim, "2.", 2) != 0 || !shim[2] || shim[2 + strspn(shim + 2, "0123456789")])) {
+        PyErr_Format(PyExc_ImportError, "FLASH_ATTN_TORCH_SHIM is '%s'; allowed are releases of PyTorch 2, such as 2.4",
+                     shim);
+        return false;
+    }
     fa_logs_plans = log && strcmp(log, "plan") == 0;
     fa_checks_values_on_gpu = check && *check && strcmp(check, "0") != 0;
     fa_environment_read();
