@@ -37,7 +37,7 @@ from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import bounds_of, softcap_of, window_of
 from .sequences import key_length, sequences_of, shift_of
-from .tracer import known_program_of
+from .tracer import known_program_of, place_of
 
 NO_WINDOW = (-1, -1, 0.0)  # of a call with mods, or of one that needs none
 
@@ -423,7 +423,7 @@ def _mask_of(mask_mod, device):
         return None
     mask = mod_of(mask_mod, None, device)
     if mask[0].dtype != torch.bool:
-        raise AssertionError(f"mask_mod must return torch.bool, but returns {mask[0].dtype}")
+        raise AssertionError(f"mask_mod must return torch.bool, but returns {mask[0].dtype}: {place_of(mask_mod)}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in mask[1]):
         raise AssertionError("Captured buffers from mask mod that require grad are not supported.")
     return mask

@@ -18,7 +18,7 @@ from .._imagined import is_imagined, stand_in
 from .._kinds import check_kinds
 from .._types import Device, MaskMod, ScoreMod
 from . import calls, ops
-from .tracer import program_of
+from .tracer import PARAMETERS, place_of, program_of
 
 NAMES = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")
 NAMES += tuple("full_" + name for name in NAMES)
@@ -155,7 +155,9 @@ def create_mask(
     shape = _sizes(B=B, H=H, Q_LEN=Q_LEN, KV_LEN=KV_LEN)
     num = _num_arguments(mod_fn)
     if num not in (4, 5):
-        raise AssertionError(f"a mask_mod has 4 arguments, a score_mod has 5; {mod_fn} has {num}")
+        raise AssertionError(
+            f"a mask_mod has 4 arguments, a score_mod has 5; {PARAMETERS}: {place_of(mod_fn)} has {num}"
+        )
     scores = torch.zeros(shape, device=device) if num == 5 else None
     program, tensors, numbers = mod_of(mod_fn, torch.float32 if num == 5 else None, device)
     if get_proxy_mode() is not None:
@@ -202,7 +204,7 @@ def create_block_mask(
     if graph.is_exported():
         return graph.exported(create_block_mask, mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
     if not torch.compiler.is_dynamo_compiling() and _num_arguments(mask_mod) != 4:
-        raise AssertionError(f"create-block_mask requires a mask_mod function! Got {mask_mod}")
+        raise AssertionError(f"create-block_mask requires a mask_mod function! Got {place_of(mask_mod)}; {PARAMETERS}")
     device = _device_of(device, ["cpu", "cuda"])
     if not torch.compiler.is_dynamo_compiling():
         check_kinds({"BLOCK_SIZE": BLOCK_SIZE})
@@ -214,7 +216,7 @@ def create_block_mask(
         return BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **dict(zip(NAMES, lists)))
     mask = mod_of(mask_mod, None, device)
     if mask[0].dtype != torch.bool:
-        raise AssertionError(f"mask.dtype must be torch.bool, got {mask[0].dtype}")
+        raise AssertionError(f"mask.dtype must be torch.bool, got {mask[0].dtype}: {place_of(mask_mod)}")
     lists = find_blocks(mask, device, b, h, len_q, len_kv, *block)
     block_mask = BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **lists)
     if not torch.is_inference_mode_enabled():  # its tensors do not tell whether they were changed

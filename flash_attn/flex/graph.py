@@ -45,6 +45,19 @@ class _Number(Number):
         )  # fmt: skip
 
 
+def _place_of(node):
+    """The line of a mod that made a node of a graph."""
+    lines = ((node is not None and node.stack_trace) or "").strip().splitlines()
+    found = [line.strip() for line in lines if line.strip().startswith("File ")]
+    return found[-1] if found else "a mod in torch.compile"
+
+
+def _last_place_of(graph):
+    """The line of a mod that made its result."""
+    nodes = graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ()
+    return _place_of(next((node for node in reversed(nodes) if node.stack_trace), None))
+
+
 class GraphTrace(Trace):
     """Traces a graph that Dynamo made. What another mod binds is the tuple of the graph's captures."""
 
@@ -57,9 +70,10 @@ class GraphTrace(Trace):
         return lambda *indices: self._interpret((*indices, *captures))
 
     def where(self):
-        lines = ((self.node is not None and self.node.stack_trace) or "").strip().splitlines()
-        found = [line.strip() for line in lines if line.strip().startswith("File ")]
-        return found[-1] if found else "a mod in torch.compile"
+        return _place_of(self.node)
+
+    def _explain(self, error, num):
+        """Dynamo has called the mod."""
 
     def wrap(self, number):
         if isinstance(self.steps.values[number], (*NUMBERS, *SYMBOLS)):
@@ -147,7 +161,7 @@ def _of_mask(graph, captures, device):
     found = program_of_graph(graph, captures, None, device)
     program, tensors, *_ = found
     if program.dtype != torch.bool:
-        raise AssertionError(f"mask_mod must return torch.bool, but returns {program.dtype}")
+        raise AssertionError(f"mask_mod must return torch.bool, but returns {program.dtype}: {_last_place_of(graph)}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise AssertionError("Captured buffers from mask mod that require grad are not supported.")
     return None if program.result == program.builder.constant(True) else found
@@ -275,7 +289,7 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
 def _classify(like, _key, _value, _score, block_mask, _scale, options, _captures, mask_captures):
     program, *rest = program_of_graph(block_mask[-1], mask_captures, None, like.device)
     if program.dtype != torch.bool:
-        raise AssertionError(f"mask.dtype must be torch.bool, got {program.dtype}")
+        raise AssertionError(f"mask.dtype must be torch.bool, got {program.dtype}: {_last_place_of(block_mask[-1])}")
     with torch.no_grad():
         return tuple(
             torch.ops.flash_attn.flex_classify(like, program.text.hex(), *rest, options["shape"], options["block_size"])

@@ -11,10 +11,12 @@ import collections
 import dis
 import enum
 import functools
+import inspect
 import math
 import operator
 import sys
 import types
+from traceback import walk_stack, walk_tb
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -140,6 +142,37 @@ def program_of(mod, score=None):
     return program, tensors, numbers
 
 
+PARAMETERS = "a mask_mod takes (b, h, q_idx, kv_idx), a score_mod (score, b, h, q_idx, kv_idx)"
+
+
+def _target(mod):
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    return mod
+
+
+def name_of(mod):
+    return getattr(_target(mod), "__qualname__", type(_target(mod)).__name__)
+
+
+def place_of(mod):
+    """The name of a mod, its file and its first line."""
+    target = _target(mod)
+    code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
+    return f"{name_of(mod)}, {code.co_filename}, line {code.co_firstlineno}" if code else name_of(mod)
+
+
+def takes(mod, num):
+    """Can the mod be called with so many arguments? True if its signature is not known."""
+    try:
+        inspect.signature(mod).bind(*range(num))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
 class Trace:
     """One trace of a mod. With ``asks_identity`` one object has one stand-in, so that ``is`` answers as in the mod, and
     other mods must have the same values in common. Few mods ask, and without it a mod whose values come from the same
@@ -164,8 +197,22 @@ class Trace:
         if self.score is not None:
             indices.insert(0, Value(self, self.builder.emit("score", TYPES[self.score]), self.score))
         with _Mode(self):
-            result = function(*indices)
+            try:
+                result = function(*indices)
+            except TypeError as error:
+                self._explain(error, len(indices))
+                raise
         return self._finish(result)
+
+    def _explain(self, error, num):
+        """Raises a clearer error in place of one of Python or of NumPy, which does not know what a mod may do."""
+        if "does not support ufuncs" in str(error):
+            place = self.where(error.__traceback__)
+            raise TypeError(
+                f"a mod cannot call functions of NumPy on its indices and tensors; use those of torch: {place}"
+            ) from error
+        if not takes(self.mod, num):
+            raise TypeError(f"{PARAMETERS}: {place_of(self.mod)}: {error}") from error
 
     def callee(self):
         """What is called in place of the mod."""
@@ -191,19 +238,13 @@ class Trace:
 
     # ---- places in the mod's source --------------------------------------------------------------------------------
 
-    def where(self):
-        """Says in which mod and line the trace is."""
-        frame = sys._getframe(1)
-        while frame is not None and (frame.f_code not in self._codes or frame.f_code.co_filename == FUNCTIONS):
-            frame = frame.f_back
-        target = self.mod
-        while isinstance(target, functools.partial):
-            target = target.func
-        code = getattr(target, "__code__", None) or getattr(type(target).__call__, "__code__", None)
-        name = getattr(target, "__qualname__", type(target).__name__)
-        if frame is not None:
-            return f"{name}, {frame.f_code.co_filename}, line {frame.f_lineno}"
-        return f"{name}, {code.co_filename}, line {code.co_firstlineno}" if code else name
+    def where(self, traceback=None):
+        """Says in which mod and line the trace is, or was when an exception with this traceback was raised."""
+        frames = walk_stack(sys._getframe(1)) if traceback is None else [*walk_tb(traceback)][::-1]
+        for frame, line in frames:
+            if frame.f_code in self._codes and frame.f_code.co_filename != FUNCTIONS:
+                return f"{name_of(self.mod)}, {frame.f_code.co_filename}, line {line}"
+        return place_of(self.mod)
 
     def fail(self, text, error=NotImplementedError):
         raise error(f"{text}: {self.where()}")

@@ -229,11 +229,16 @@ def test_sizes_of_numpy_and_lists():
 
 
 def test_wrong_mods_are_refused():
-    with pytest.raises(AssertionError, match="create-block_mask requires a mask_mod function! Got"):
+    with pytest.raises(
+        AssertionError,
+        match="requires a mask_mod function! Got .*test_block_mask.py, line .*; a mask_mod takes \\(b, h",
+    ):
         ours.create_block_mask(lambda s, b, h, q, k: s, 1, 1, 8, 8, device="cpu")
-    with pytest.raises(AssertionError, match="mask.dtype must be torch.bool, got torch.int64"):
+    with pytest.raises(
+        AssertionError, match="mask.dtype must be torch.bool, got torch.int64: .*test_block_mask.py, line"
+    ):
         ours.create_block_mask(lambda b, h, q, k: q - k, 1, 1, 8, 8, device="cpu")
-    with pytest.raises(AssertionError, match="a mask_mod has 4 arguments"):
+    with pytest.raises(AssertionError, match="a mask_mod has 4 arguments.*test_block_mask.py, line .* has 2"):
         ours.create_mask(lambda q, k: q >= k, 1, 1, 8, 8, device="cpu")
     with pytest.raises(NotImplementedError, match='pass device="cpu" instead of "cuda"'):
         ours.create_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cuda")

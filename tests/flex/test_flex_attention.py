@@ -10,6 +10,7 @@ import warnings
 import weakref
 
 import flash_attn_2_cuda
+import numpy
 import pytest
 import torch
 from catalogue import CATALOGUE
@@ -503,7 +504,15 @@ ERRORS = [
     ({"scale": 1e31}, RuntimeError, "scale must be between"),
     ({"scale": "a"}, TypeError, "scale must be a number or None; it is 'a', of type str"),
     ({"scale": torch.tensor(0.3, requires_grad=True)}, RuntimeError, "scale gets no gradient"),
-    ({"mask_mod": lambda b, h, q, k: q - k}, AssertionError, "must return torch.bool"),
+    (
+        {"mask_mod": lambda b, h, q, k: q - k},
+        AssertionError,
+        "must return torch.bool, but returns torch.int64: .*py, line",
+    ),
+    ({"mask_mod": lambda i, j: i >= j}, TypeError, r"a mask_mod takes \(b, h, q_idx, kv_idx\).*py, line .* takes 2"),
+    ({"score_mod": lambda b, h, i, j: i}, TypeError, r"a score_mod \(score, b, h.*py, line .* takes 4 positional"),
+    ({"score_mod": lambda s, *_: (lambda: 0)(s)}, TypeError, r"^[^:]*takes 0 positional arguments"),
+    ({"score_mod": lambda s, *_: numpy.tanh(s)}, TypeError, "cannot call functions of NumPy.* torch: .*py, line"),
     ({"kernel_options": "AUTO"}, TypeError, "kernel_options must be a dict or None; it is 'AUTO', of type str"),
     ({"return_aux": True}, TypeError, "return_aux must be an AuxRequest or None; it is True, of type bool"),
     ({"return_aux": {"lse": True}}, TypeError, "return_aux must be an AuxRequest or None; it is of type dict"),
@@ -863,3 +872,13 @@ def test_a_node_keeps_captured_tensors_only_where_hooks_put_them():
         gc.collect()  # a trace has cycles
         assert kept() is None
         out.sum().backward()
+
+
+def test_a_compiled_mask_of_integers_is_named():
+    q = torch.ones(1, 2, 8, 16)
+    for function in (
+        lambda q: flex_attention(q, q, q, mask_mod=lambda b, h, i, j: i - j),
+        lambda q: create_block_mask(lambda b, h, i, j: i - j, 1, 1, 8, 8, "cpu").kv_indices,
+    ):
+        with pytest.raises(Exception, match="must .*torch.bool.* torch.int64: File .*test_flex_attention.py"):
+            torch.compile(function, backend="eager", fullgraph=True)(q)
