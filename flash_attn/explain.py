@@ -147,18 +147,47 @@ class _Sdpa(TorchFunctionMode):
 
 def _plan_of_torch(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """The plan of a call that PyTorch's other attention functions take."""
-    choice = torch._fused_sdp_choice(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    names = {int(backend.value): name for name, backend in torch.nn.attention.SDPBackend.__members__.items()}
-    reasons = {
-        "there is dropout": dropout_p > 0 and query.device.type == "cpu",
-        "attn_mask requires grad": attn_mask is not None and attn_mask.requires_grad,
-        "there is attn_mask": attn_mask is not None and query.is_cuda,
-    }
-    reason = next((f", because {reason}" for reason, holds in reasons.items() if holds), "")
-    kernel = names.get(int(choice), "OTHER").lower()
-    return Plan("forward", query.device.type, refusal=f"PyTorch chooses its own {kernel} attention{reason}")
+    tensors = {"query": query, "key": key, "value": value}
+    kernel, is_nested = "", any(x.is_nested for x in tensors.values())
+    if not is_nested:
+        choice = torch._fused_sdp_choice(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        names = {int(backend.value): name for name, backend in torch.nn.attention.SDPBackend.__members__.items()}
+        kernel = names.get(int(choice), "OTHER").lower() + " "
+    reason = "the tensors are nested" if is_nested else _why_not(tensors, attn_mask, dropout_p, enable_gqa)
+    because = f", because {reason}" if reason else ""
+    return Plan("forward", query.device.type, refusal=f"PyTorch chooses its own {kernel}attention{because}")
+
+
+def _why_not(tensors, attn_mask, dropout_p, enable_gqa):
+    """Why PyTorch's flash attention, whose place this package takes, does not take a call; None: the reason is not
+    known."""
+    query, key, value = tensors.values()
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "flash attention is switched off (torch.nn.attention.sdpa_kernel, torch.backends.cuda.enable_flash_sdp)"
+    if attn_mask is not None and attn_mask.requires_grad:
+        return "attn_mask requires grad"
+    if attn_mask is not None and query.is_cuda:
+        return "there is attn_mask"
+    if dropout_p > 0 and query.device.type == "cpu":
+        return "there is dropout"
+    for name, x in tensors.items():
+        if x.dim() != 4:
+            return f"{name} has {x.dim()} dimensions, not 4"
+        if x.numel() == 0:
+            return f"{name} is empty"
+        if x.stride(-1) != 1:
+            return f"the last dimension of {name} has a stride"
+        if x.shape[0] != query.shape[0]:
+            return f"{name} has another batch size than query"
+        if x.shape[1] != query.shape[1] and not enable_gqa:
+            return f"{name} has another number of heads than query, without enable_gqa"
+        if x.shape[3] != query.shape[3]:
+            return f"{name} has another head dimension than query"
+    if query.is_cuda and query.dtype not in (torch.float16, torch.bfloat16):
+        return f"query is {query.dtype}"
+    return None
 
 
 def _tensors_of(x):
@@ -255,7 +284,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
         grad, ``backward`` holds the plan of the backward. If a GPU cannot run a pass, or PyTorch's own kernel runs, the
         Plan has no kernel, and ``refusal`` gives the reason.
     Raises:
-        TypeError: the call plans no attention or runs a backward itself, or a tensor is on device "meta" or fake.
+        TypeError: function is no function, the call plans no attention or runs a backward itself, or a tensor is on
+            device "meta" or fake.
         On the CPU, the errors of the call itself.
 
     >>> q = torch.randn(1, 128, 4, 64, requires_grad=True)
@@ -263,6 +293,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
     >>> print(plan.direction, "on", plan.device, "and", plan.backward.direction)
     forward on cpu and backward
     """
+    if not callable(function):
+        raise TypeError("explain takes the function and its arguments: explain(flash_attn_func, q, k, v)")
     tensors = list(_tensors_of((args, kwargs)))
     if isinstance(function, torch.nn.Module):
         tensors += [*function.parameters(), *function.buffers()]
@@ -271,8 +303,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
         _check_memory(function, tensors)
     plans = _collect(function, args, kwargs, device)
     if not plans:
+        of_torch = "" if _sdpa.is_active() else (
+            "; PyTorch's scaled_dot_product_attention counts after flash_attn.register() and in flash_attn.sdpa()"
+        )  # fmt: skip
         raise TypeError(
             f"explain: {getattr(function, '__name__', None) or type(function).__name__!r} plans no attention (that of "
-            "tensors that are fake or on device meta does not count)"
+            f"tensors that are fake or on device meta does not count{of_torch})"
         )
     return plans[0] if len(plans) == 1 else plans

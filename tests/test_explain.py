@@ -141,6 +141,10 @@ def test_attention_without_memory_is_none():
 def test_what_plans_nothing():
     with pytest.raises(TypeError, match="explain: 'sin' plans no attention"):
         explain(torch.sin, torch.zeros(2))
+    with pytest.raises(TypeError, match="counts after flash_attn.register"):
+        explain(torch.nn.functional.scaled_dot_product_attention, *torch.ones(3, 1, 1, 4, 8))
+    with pytest.raises(TypeError, match="explain takes the function and its arguments"):
+        explain(torch.ones(3))
 
 
 def test_a_device_that_cannot_run_the_call():

@@ -334,6 +334,30 @@ def test_explain_of_torchs_math(active):
     assert mask.grad is not None
 
 
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda q, k, v: (q[0], k[0], v[0]), "query has 3 dimensions, not 4"),
+        (lambda q, k, v: (q, k.mT.contiguous().mT, v), "the last dimension of key has a stride"),
+        (lambda q, k, v: (q, k, v[..., :8]), "value has another head dimension than query"),
+        (lambda q, k, v: (q, k[:, :1], v[:, :1]), "key has another number of heads than query, without enable_gqa"),
+        (lambda q, k, v: (q[:, :, :0], k, v), "query is empty"),
+        (lambda q, k, v: (q, k[:1], v[:1]), "key has another batch size than query"),
+    ],
+)
+def test_explain_gives_the_reason_of_torchs_math(change, reason, active):
+    q, k, v = change(*inputs(2, 2, 2, 20, 20, 16, torch.float32))
+    assert explain(SDPA, q, k, v).refusal == f"PyTorch chooses its own math attention, because {reason}"
+
+
+def test_explain_of_a_switched_off_attention(active):
+    q, k, v = inputs(2, 2, 2, 20, 20, 16, torch.float32)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert "because flash attention is switched off" in explain(SDPA, q, k, v).refusal
+    x = torch.nested.nested_tensor([torch.ones(2, 5, 16)], layout=torch.jagged)
+    assert explain(SDPA, x, x, x).refusal == "PyTorch chooses its own attention, because the tensors are nested"
+
+
 def test_explain_of_a_model(active):
     layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, dropout=0.0)
     plan = explain(torch.nn.Sequential(layer, layer), torch.randn(2, 10, 64))
