@@ -65,4 +65,6 @@ $(VENV)/package: $(SOURCES) $(VENV)/demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info *.so
+	rm -rf $(VENV) build dist *.egg-info *.so flash_attn/cubins demo benchmarks/out
+	rm -rf hopper/build hopper/dist hopper/*.egg-info hopper/flash_attn_3/*.so hopper/flash_attn_3/cubins
+	$(MAKE) -C tests/c clean
