@@ -66,5 +66,4 @@ $(VENV)/package: $(SOURCES) $(VENV)/demo
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info *.so flash_attn/cubins demo benchmarks/out
-	rm -rf hopper/build hopper/dist hopper/*.egg-info hopper/flash_attn_3/*.so hopper/flash_attn_3/cubins
-	$(MAKE) -C tests/c clean
+	rm -rf hopper/build hopper/dist hopper/*.egg-info hopper/flash_attn_3/*.so hopper/flash_attn_3/cubins tests/c/build
