@@ -182,6 +182,9 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Scatter packed tokens ``[t, ...]`` to ``[batch, seqlen, ...]`` with zeros elsewhere. Undoes ``unpad_input``.
 
+    Raises:
+        RuntimeError: indices has another number of elements than hidden_states has rows.
+
     >>> x = torch.randn(2, 4, 16)
     >>> tokens, indices, *_ = unpad_input(x, torch.ones(2, 4))
     >>> torch.equal(pad_input(tokens, indices, 2, 4), x)

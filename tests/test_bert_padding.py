@@ -68,6 +68,11 @@ def test_masks_of_another_shape(shape, unpad):
         unpad(torch.randn(3, 4, 5), torch.ones(shape, dtype=torch.int32))
 
 
+def test_too_few_indices_are_named():
+    with pytest.raises(RuntimeError, match="indices must have an index for each row .* has 5 rows, indices has 4"):
+        pad_input(torch.ones(5, 2), torch.arange(4), 2, 4)
+
+
 def test_concatenated_sequences():
     x = torch.randn(3, 6, 2)
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
