@@ -425,7 +425,9 @@ def _mask_of(mask_mod, device):
     if mask[0].dtype != torch.bool:
         raise AssertionError(f"mask_mod must return torch.bool, but returns {mask[0].dtype}: {place_of(mask_mod)}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in mask[1]):
-        raise AssertionError("Captured buffers from mask mod that require grad are not supported.")
+        raise AssertionError(
+            f"Captured buffers from mask mod that require grad are not supported. Use detach(): {place_of(mask_mod)}"
+        )
     return mask
 
 

@@ -163,7 +163,9 @@ def _of_mask(graph, captures, device):
     if program.dtype != torch.bool:
         raise AssertionError(f"mask_mod must return torch.bool, but returns {program.dtype}: {_last_place_of(graph)}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise AssertionError("Captured buffers from mask mod that require grad are not supported.")
+        raise AssertionError(
+            f"Captured buffers from mask mod that require grad are not supported. Use detach(): {_last_place_of(graph)}"
+        )
     return None if program.result == program.builder.constant(True) else found
 
 

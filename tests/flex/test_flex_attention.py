@@ -551,7 +551,9 @@ def test_tensors_of_other_kinds_are_named(name, place, change, text):
 
 def test_a_mask_that_requires_grad_is_refused():
     bias = torch.zeros(8, requires_grad=True)
-    with pytest.raises(AssertionError, match="from mask mod that require grad"):
+    with pytest.raises(
+        AssertionError, match="from mask mod that require grad are not supported. Use detach\\(\\): .*py, line"
+    ):
         call(mask_mod=lambda b, h, q, k: bias[q] > 0)
 
 
