@@ -37,8 +37,9 @@ def _is_common(name, own, number, generation):
     # flash_attn_3 for 128 columns alone.
     if "_whole" in name and not re.search(r"_d128_" if generation == 3 else r"_d(128_|256_q128)", name):
         return False
-    # A wheel has no room for packed sequences of rarer head dimensions, and of up to 64 tokens at the wider ones.
-    if own and "_varlen" in name and re.search(r"_sm90_\w+_(d(48|112|160)_|d(128|192|256)_q64)", name):
+    # A wheel has no room for packed sequences of rarer head dimensions, and of few tokens at the wider ones.
+    packed = r"_sm90_\w+_(d(48|112|160)_|d(128|192|256)_q64|d128_q128kv64)\w*_varlen"
+    if own and (re.search(packed, name) or re.search(r"_sm90_\w+_d128_q64kv64(_causal)?$", name)):
         return False
     # A wheel of flash_attn_3 has no room for tiles of rarer head dimensions.
     rare = r"^attn_(fwd|bwd)_sm90_\w+_d(32|48|112|160)_|^attn_\w+_sm80_\w+_d(32|48|80|112|160)_"
