@@ -8,16 +8,21 @@ their own, whose results become 0 afterwards:
     cu_seqlens of one entry, 12 rows    0 5 9
     cu_seqlens of two entries           0 5 9 | 12 17 21        sequences of 5, 4, (3), 5, 4 rows
 
+A wrong number of an entry, such as a page that does not exist, must not reach the other entries. On the CPU the op
+refuses such a number. On a GPU it is clamped to the entry, as kernels clamp the numbers of a call to its tensors.
+
 Dropout draws one mask for the joined batch, so each entry has a mask of its own: ``randomness="different"``. With
 "same", and in a backward whose forward was not mapped, the entries are computed one by one. The backward recognizes the
 first case by a mapped rng_state, the second by an out that is not mapped.
 """
 
+import contextlib
+import os
 from typing import NamedTuple
 
 import torch
 
-from flash_attn._ops import rng_of
+from flash_attn._ops import flash_attn_2_cuda, rng_of
 
 
 class _Info(NamedTuple):
@@ -42,6 +47,41 @@ def join_first(x, dim, num):
 def parted(x, num, b):
     """The inverse of ``join_first`` of entries ``[b, ..]``."""
     return x.unflatten(0, (num, b))
+
+
+_checks_on_gpu = os.environ.get("FLASH_ATTN_CHECK", "") not in ("", "0")
+
+
+def _is_checked(x):
+    """Does the op check the numbers that a tensor holds?"""
+    return x.is_cpu or (_checks_on_gpu and x.is_cuda and not torch.cuda.is_current_stream_capturing())
+
+
+def _firsts(num, step, x):
+    """The numbers 0, step, 2 step, .. of the entries, as a column beside the entries ``x``."""
+    firsts = torch.arange(num, device=x.device) * step
+    return firsts.to(x.dtype).view(num, *[1] * (x.dim() - 1))
+
+
+def _joined_numbers(x, num_there, step, if_negative):
+    """Numbers from 0 to num_there - 1 of each entry, as numbers of the joined call.
+
+    On a GPU a number that is too large counts as the last, and one that is negative as ``if_negative``.
+    """
+    firsts = _firsts(len(x), step, x)
+    if _is_checked(x):
+        return torch.where((x >= 0) & (x < num_there), x + firsts, -1)
+    return torch.where(x < 0, if_negative, x.clamp(max=num_there - 1)) + firsts
+
+
+def _joined_sums(x, total, longest):
+    """Running sums ``[num, b + 1]`` of lengths up to longest, in total rows of each entry."""
+    sums = _firsts(len(x), total, x) + x.clamp(0, total)
+    if _is_checked(x):
+        lengths = x.diff(dim=1)
+        is_wrong = ((lengths < 0) | (lengths > longest)).any(1, keepdim=True) | (x[:, :1] != 0) | (x[:, -1:] > total)
+        sums = torch.where(is_wrong, -1, sums)
+    return sums.flatten()
 
 
 class Dense:
@@ -75,26 +115,35 @@ class _Packed:
     Pages of keys have no rows that belong to no sequence. There cu_seqlens_k tells only lengths.
     """
 
-    def __init__(self, num, q, q_dim, k, k_dim, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, block_table):
+    def __init__(self, num, q, q_dim, k, k_dim, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, table, table_dim):
         self.num, self.max_seqlens = num, max_seqlens
         self.cu_seqlens_q, self.cu_seqlens_k = map(entries, (cu_seqlens_q, cu_seqlens_k), dims, (num, num))
         self.b = self.cu_seqlens_q.shape[1] - 1
         self.total_q = entries(q, q_dim, num).shape[1]
-        self.total_k = None if block_table is not None else entries(k, k_dim, num).shape[1]
+        self.total_k, self.room = entries(k, k_dim, num).shape[1], None
+        if table is not None:
+            page_size, columns = entries(k, k_dim, num).shape[2], entries(table, table_dim, num).shape[2]
+            self.total_k, self.room = None, page_size * columns  # the keys of a sequence that there is room for
         totals = [self.total_q, self.total_k or 0]
         if num * max(totals) >= 2**31:
             raise RuntimeError(f"vmap: {num} times {max(totals)} rows are too many for cu_seqlens, which are int32")
 
     def lengths(self):
         max_q, max_k = self.max_seqlens
-        shift = torch.arange(self.num, dtype=torch.int32, device=self.cu_seqlens_q.device)[:, None]
-        cu_seqlens_q = (self.cu_seqlens_q + shift * self.total_q).flatten()
+        cu_seqlens_q = _joined_sums(self.cu_seqlens_q, self.total_q, max_q)
         max_q = max(max_q, self.total_q)
         if self.total_k is None:
-            lengths = torch.nn.functional.pad(self.cu_seqlens_k.diff(dim=1), (1, 0)).flatten()
-            return cu_seqlens_q, lengths.cumsum(0, dtype=torch.int32), max_q, max_k
-        cu_seqlens_k = (self.cu_seqlens_k + shift * self.total_k).flatten()
+            return cu_seqlens_q, self._sums_of_pages(), max_q, max_k
+        cu_seqlens_k = _joined_sums(self.cu_seqlens_k, self.total_k, max_k)
         return cu_seqlens_q, cu_seqlens_k, max_q, max(max_k, self.total_k)
+
+    def _sums_of_pages(self):
+        sums, firsts = self.cu_seqlens_k, self.cu_seqlens_k[:, :1]
+        if _is_checked(sums):
+            lengths = torch.cat([torch.where(firsts == 0, 0, -1), sums.diff(dim=1)], 1)
+        else:
+            lengths = torch.nn.functional.pad(sums.diff(dim=1).clamp(0, self.room), (1, 0))
+        return lengths.flatten().cumsum(0, dtype=sums.dtype)
 
     def q(self, x, dim):
         return join_first(x, dim, self.num)
@@ -118,11 +167,10 @@ class _Packed:
         padded = torch.cat([x, x.new_zeros(self.num, 1, *x.shape[2:])], 1)
         return padded.flatten(0, 1)[:-1]
 
-    def table(self, table, dim, num_pages):
-        """num_pages is 0 if the entries share all pages."""
+    def table(self, table, dim, num_pages, is_shared):
+        """num_pages is that of an entry. The entries share all pages, or none."""
         x = entries(table, dim, self.num)
-        first = torch.arange(self.num, dtype=x.dtype, device=x.device) * num_pages
-        return self._per_sequence(x + first[:, None, None])
+        return self._per_sequence(_joined_numbers(x, num_pages, 0 if is_shared else num_pages, num_pages - 1))
 
     def q_part(self, x):
         return _owned(x.unflatten(0, (self.num, self.total_q)), self.cu_seqlens_q)
@@ -145,33 +193,64 @@ def round_up(length):
 
 
 def _owned(x, cu_seqlens, dim=1, value=0):
-    """Fills rows after the last sequence. ``x`` is ``[num, .., rows, ..]`` with the rows in dimension dim."""
+    """Fills rows of no sequence. ``x`` is ``[num, .., rows, ..]`` with the rows in dimension dim."""
     rows = torch.arange(x.shape[dim], device=x.device)
-    is_owned = rows < cu_seqlens[:, -1:]
+    is_owned = (rows >= cu_seqlens[:, :1]) & (rows < cu_seqlens[:, -1:])
     shape = [x.shape[0], *[1] * (x.dim() - 1)]
     shape[dim] = x.shape[dim]
     return torch.where(is_owned.view(shape), x, value)
 
 
-def _join(info, in_dims, q, k, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, block_table=None):
+def _join(info, in_dims, q, k, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, table=None, table_dim=None):
     if cu_seqlens_q is None:
         return Dense(info.batch_size, q, in_dims[0])
     k, k_dim = (q, in_dims[0]) if k is None else (k, in_dims[1])
     return _Packed(
-        info.batch_size, q, in_dims[0], k, k_dim, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, block_table
+        info.batch_size, q, in_dims[0], k, k_dim, cu_seqlens_q, cu_seqlens_k, dims, max_seqlens, table, table_dim
     )  # fmt: skip
 
 
 # ---- the rules ------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _only_checked():
+    """Calls of attention inside are checked, and compute and write nothing."""
+    was_on = flash_attn_2_cuda.only_plans()
+    if not was_on:
+        flash_attn_2_cuda.plan_only(True)
+    try:
+        yield
+    finally:
+        if not was_on:
+            flash_attn_2_cuda.plan_only(False)
+
+
+def _joined_or_refused(joined, apply, info, in_dims, arguments):
+    """Returns ``joined()``. If it fails, the call of an entry says what is wrong, in its own sizes and numbers."""
+    try:
+        return joined()
+    except Exception as error:
+        failure = error
+    with _only_checked():
+        one_by_one(apply, info, in_dims, arguments)
+    raise failure
+
+
 def attention(apply, info, in_dims, arguments):
     """The rule of the forward: ``apply`` takes the arguments and returns (out, softmax_lse, S_dmask, rng_state)."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table, *options = arguments
-    dropout_p = options[2]
-    if dropout_p and info.randomness != "different":
-        return one_by_one(apply, info, in_dims, arguments, q.device)
-    joined = _join(info, in_dims, q, k, cu_seqlens_q, cu_seqlens_k, in_dims[3:5], options[:2], block_table)
+    if arguments[9] and info.randomness != "different":  # dropout_p
+        return one_by_one(apply, info, in_dims, arguments, arguments[0].device)
+    return _joined_or_refused(
+        lambda: _joined_attention(apply, info, in_dims, *arguments), apply, info, in_dims, arguments
+    )
+
+
+def _joined_attention(
+    apply, info, in_dims, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, block_table, *options
+):  # fmt: skip
+    lengths, pages = (cu_seqlens_q, cu_seqlens_k, in_dims[3:5], options[:2]), (block_table, in_dims[6])
+    joined = _join(info, in_dims, q, k, *lengths, *pages)
     slopes = joined.slopes(alibi_slopes, in_dims[5])
     lengths = None, None, *options[:2]
     k_dim, v_dim = in_dims[1:3]
@@ -180,10 +259,10 @@ def attention(apply, info, in_dims, arguments):
     if block_table is None:
         k, v = joined.k(k, k_dim), joined.k(v, v_dim)
     elif k_dim is v_dim is None:
-        block_table = joined.table(block_table, in_dims[6], 0)
+        block_table = joined.table(*pages, k.shape[0], True)
     else:
         k, v = joined.k(k, k_dim), joined.k(v, v_dim)
-        block_table = joined.table(block_table, in_dims[6], k.shape[0] // info.batch_size)
+        block_table = joined.table(*pages, k.shape[0] // info.batch_size, False)
     out, softmax_lse, s_dmask, rng_state = apply(
         joined.q(q, in_dims[0]), k, v, *lengths[:2], slopes, block_table, *lengths[2:], *options[2:]
     )
@@ -322,34 +401,46 @@ def step(apply, info, in_dims, options, tensors):
 
     The caches join like batches. The entries share caches that are not mapped, which must not be written then.
     """
-    num = info.batch_size
-    q, k_cache, v_cache, k, v, seqlens, cos, sin, batch_idx, leftpad, table, slopes = tensors
-    q_dim, k_cache_dim, v_cache_dim, k_dim, v_dim, seqlens_dim, cos_dim, sin_dim, *index_dims, slopes_dim = in_dims
-    batch_idx_dim, leftpad_dim, table_dim = index_dims
+    _, k_cache_dim, v_cache_dim, *_, cos_dim, sin_dim, _, _, _, _ = in_dims
+    q, has_new, is_paged = tensors[0], tensors[3] is not None, tensors[10] is not None
     for name, dim in (("k_cache", k_cache_dim), ("v_cache", v_cache_dim)):
-        if k is not None and dim is None:
+        if has_new and dim is None:
             raise RuntimeError(f"vmap: {name} is written, so it must be mapped like the other arguments")
-    if not cos_dim is sin_dim is None:
-        return one_by_one(lambda *entry: apply(options, *entry), info, in_dims, tensors)
+
+    def one(*entry):
+        return apply(options, *entry)
+
+    # On a GPU nothing is appended to a page that does not exist. Pages that are clamped would be written.
+    if not cos_dim is sin_dim is None or (has_new and is_paged and not _is_checked(q)):
+        return one_by_one(one, info, in_dims, tensors)
+    return _joined_or_refused(lambda: _joined_step(one, info, in_dims, *tensors), one, info, in_dims, tensors)
+
+
+def _joined_step(
+    apply, info, in_dims, q, k_cache, v_cache, k, v, seqlens, cos, sin, batch_idx, leftpad, table, slopes
+):  # fmt: skip
+    num = info.batch_size
+    q_dim, k_cache_dim, v_cache_dim, k_dim, v_dim, seqlens_dim, _, _, *index_dims, slopes_dim = in_dims
+    batch_idx_dim, leftpad_dim, table_dim = index_dims
     joined = Dense(num, q, q_dim)
     b, is_shared = joined.b, k_cache_dim is v_cache_dim is None
     caches = k_cache, v_cache
     if not is_shared:
         caches = join_first(k_cache, k_cache_dim, num), join_first(v_cache, v_cache_dim, num)
-    entry_rows = caches[0].shape[0] // (1 if is_shared else num)  # or pages
-    numbers = torch.arange(num, dtype=torch.int32, device=q.device)
+    num_rows = caches[0].shape[0] // (1 if is_shared else num)  # or pages
     if table is not None:
-        num_rows = entries(table, table_dim, num).shape[1]
-        table = entries(table, table_dim, num) + (numbers * (0 if is_shared else entry_rows))[:, None, None]
-        table, entry_rows, is_shared = table.flatten(0, 1), num_rows, False
-    if batch_idx is not None or is_shared or entry_rows != b:
+        x, num_pages, num_rows = entries(table, table_dim, num), num_rows, entries(table, table_dim, num).shape[1]
+        table = _joined_numbers(x, num_pages, 0 if is_shared else num_pages, num_pages - 1).flatten(0, 1)
+        is_shared = False
+    if batch_idx is not None or (table is None and (is_shared or num_rows != b)):
         idx = torch.arange(b, dtype=torch.int32, device=q.device) if batch_idx is None else batch_idx
-        batch_idx = entries(idx, batch_idx_dim, num) + (numbers * (0 if is_shared else entry_rows))[:, None]
-        batch_idx = batch_idx.flatten()
+        idx = entries(idx, batch_idx_dim, num)
+        batch_idx = _joined_numbers(idx, num_rows, 0 if is_shared else num_rows, 0).flatten()
+    seqlens, leftpad = join_first(seqlens, seqlens_dim, num), join_first(leftpad, leftpad_dim, num)
+    seqlens, leftpad = (None if x is None else x.contiguous() for x in (seqlens, leftpad))  # one may be expanded
     out, softmax_lse = apply(
-        options, joined.q(q, q_dim), *caches, joined.k(k, k_dim), joined.k(v, v_dim),
-        join_first(seqlens, seqlens_dim, num), cos, sin, batch_idx, join_first(leftpad, leftpad_dim, num), table,
-        joined.slopes(slopes, slopes_dim),
+        joined.q(q, q_dim), *caches, joined.k(k, k_dim), joined.k(v, v_dim), seqlens, cos, sin, batch_idx, leftpad,
+        table, joined.slopes(slopes, slopes_dim),
     )  # fmt: skip
     for cache, dim, written in ((k_cache, k_cache_dim, caches[0]), (v_cache, v_cache_dim, caches[1])):
         if k is not None and not _is_joined_in_place(cache, dim):

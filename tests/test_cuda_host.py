@@ -13,6 +13,7 @@ import harness
 import pytest
 import torch
 from harness_cuda import no_hopper
+from harness_vmap import WRONG
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn import flash_attn_interface as interface
@@ -33,6 +34,43 @@ def run(program, **environment):
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
+
+
+# ---- torch.vmap ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_numbers_of_an_entry_reach_no_other_entry(name, at):
+    """The entry itself is what a call computes with these numbers. Calls do not write packed rows of no sequence, and
+    max_seqlen may bound the rows of a call."""
+    step, tensors = WRONG[name](at)
+    tensors = [x.cuda().bfloat16() if x.is_floating_point() else x.cuda() for x in tensors]
+    mapped, single = ([x.clone() for x in tensors] for _ in range(2))
+    got = torch.vmap(step)(*mapped)
+    want = [step(*[x[i] for x in single]) for i in range(2)]
+    for i in range(2):
+        if i != at or not (name.startswith("q ") or "[0, 4, 5]" in name):
+            torch.testing.assert_close(got[i], want[i], rtol=1e-2, atol=1e-2)
+    assert torch.equal(mapped[1], single[1])
+    tensors[1][1 - at] = torch.nan
+    assert torch.equal(torch.vmap(step)(*tensors)[at], got[at])
+
+
+def test_wrong_numbers_of_an_entry_are_found_if_asked():
+    run(
+        """
+        q, table = torch.ones(2, 1, 1, 1, 64).cuda(), torch.tensor([[[0]], [[-1]]], dtype=torch.int32).cuda()
+        pages = torch.ones(2, 3, 256, 1, 64).cuda()
+        try:
+            torch.vmap(lambda *x: flash_attn_with_kvcache(x[0], x[1], x[1], block_table=x[2]))(q, pages, table)
+        except RuntimeError as error:
+            assert str(error) == "block_table must name pages below 3; entry (0, 0) is -1", error
+        else:
+            raise AssertionError
+        """,
+        FLASH_ATTN_CHECK="1",
+    )
 
 
 # ---- dropout's seed ------------------------------------------------------------------------------------------------

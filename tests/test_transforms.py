@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 import torch
+from harness_vmap import WRONG, cached_step
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn import (
     _ops,
+    _vmap,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -286,6 +288,66 @@ def test_rotary_tables_of_their_own():
     want = [function(*x) for x in zip(q, want_cache, new, cos)]
     close(vmap(function)(q, cache, new, cos), torch.stack(want))
     close(cache, want_cache)
+
+
+# ---- wrong numbers of an entry -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_numbers_are_refused_as_in_a_call(name, at):
+    function, tensors = WRONG[name](at)
+    before = [x.clone() for x in tensors]
+    with pytest.raises(RuntimeError) as of_entry:
+        function(*[x[at] for x in tensors])
+    for transformed, given in ((vmap(function), tensors), (vmap(vmap(function)), [x[None] for x in tensors])):
+        with pytest.raises(RuntimeError) as found:
+            transformed(*given)
+        assert str(found.value) == str(of_entry.value)
+    assert all(map(torch.equal, tensors, before))
+    assert not _ops.flash_attn_2_cuda.only_plans()
+
+
+CLAMPED = [name for name in WRONG if "[0, 3, 2]" not in name and name[:11] + name[-6:] != "block_tableappend"]
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+def test_unchecked_numbers_reach_no_other_entry(monkeypatch, name):
+    """As on a GPU, where the numbers are not read. The op on the CPU takes these numbers once they are clamped."""
+    monkeypatch.setattr(_vmap, "_is_checked", lambda x: False)
+    at = 1
+    function, tensors = WRONG[name](at)
+    results, written = [], []
+    for value in (1.0, torch.nan):
+        now = [x.clone() for x in tensors]
+        now[1][1 - at] = value
+        results.append(vmap(function)(*now)[at])
+        written.append(now[1])
+    assert torch.equal(*results)
+    assert torch.equal(*(x[at] for x in written))
+    good = vmap(function)(*tensors)[1 - at]
+    monkeypatch.undo()
+    torch.testing.assert_close(good, function(*[x[1 - at] for x in tensors]), rtol=1e-9, atol=1e-12)
+
+
+def test_numbers_that_no_sequence_needs_may_be_wrong():
+    function, tensors = cached_step("block_table", 0, 0, appends=False)
+    table = torch.cat([tensors[3], torch.full_like(tensors[3], 7)], -1)
+    close(vmap(function)(*tensors[:3], table), torch.stack([function(*x) for x in zip(*tensors)]))
+
+
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("seqlens", [3, "tensor", None])
+@pytest.mark.parametrize("has_leftpad", [False, True])
+def test_entries_share_lengths(b, seqlens, has_leftpad):
+    q, cache = randn(N, b, 1, 4, 8), randn(N, b, 8, 2, 8)
+    seqlens = torch.full((b,), 5, dtype=INT) if seqlens == "tensor" else seqlens
+    leftpad = torch.full((b,), 2, dtype=INT) if has_leftpad else None
+
+    def function(q, cache):
+        return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=seqlens, cache_leftpad=leftpad)
+
+    close(vmap(function)(q, cache), torch.stack([function(*x) for x in zip(q, cache)]))
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------------
