@@ -112,8 +112,14 @@ def _refuse_gradients(_):
         raise UncapturedHigherOrderOpError(_NOT_TRACED)
 
 
+def _is_functionalized():
+    from torch._functorch.pyfunctorch import FunctionalizeInterpreter, retrieve_all_functorch_interpreters
+
+    return any(isinstance(x, FunctionalizeInterpreter) for x in retrieve_all_functorch_interpreters())
+
+
 def check_not_traced():
-    """Raises while Dynamo traces a function of torch.func.
+    """Raises inside torch.func.functionalize, and while Dynamo traces a function of torch.func.
 
     NOTE: with torch 2.13 the gradients of a compiled ``torch.func.grad`` are wrong if an op writes into its results,
     and nothing says so.
@@ -124,3 +130,8 @@ def check_not_traced():
 
             comptime(_refuse_gradients)
         raise NotImplementedError(_NOT_TRACED)
+    if transforms_are_active() and _is_functionalized():
+        raise NotImplementedError(
+            "flash_attn cannot be called inside torch.func.functionalize: torch.compile, torch.export and make_fx take "
+            "its functions without it"
+        )

@@ -133,15 +133,24 @@ def refuse_tangents(arguments):
 
 
 class _Gradients(torch.library.Library):
-    """Gives ops their kernels for autograd. PyTorch's own would drop the tangents of forward-mode AD."""
+    """Gives ops their kernels for autograd. PyTorch's own would drop the tangents of forward-mode AD.
+
+    The gradient of an op has no rules for the transforms of torch.func, and PyTorch's words tell of its own classes.
+    """
 
     def impl(self, name, kernel, key, **options):
-        def without_tangents(keyset, *arguments, **rest):
+        def honest(keyset, *arguments, **rest):
             if forward_ad._current_level >= 0:
                 refuse_tangents(arguments)
+            if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
+                if any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+                    raise NotImplementedError(
+                        "torch.func takes gradients of the public functions of flash_attn, such as flash_attn_func, "
+                        f"and not of flash_attn::{name.split('::')[-1]}"
+                    )
             return kernel(keyset, *arguments, **rest)
 
-        super().impl(name, without_tangents, key, **options)
+        super().impl(name, honest, key, **options)
 
 
 def register_gradient(op, backward, save):

@@ -1,13 +1,16 @@
-"""``torch.vmap`` over the ops themselves, whose results are new tensors: one call, as of the public functions.
+"""The transforms of ``torch.func`` over the ops themselves.
 
-Ops that write into their arguments are refused, because their outputs need not lie so that their batches join.
+``torch.vmap`` over ops whose results are new tensors is one call, as of the public functions. Ops that write into their
+arguments are refused. Their outputs need not lie so that their batches join, and a transform would not see that they
+have no derivative: the tangent of a result would be 0.
 """
 
 import torch
+from torch.autograd import forward_ad
 
 from flash_attn import _vmap
 from flash_attn._arguments import fold, unfold
-from flash_attn._ops import OPS, forget_own_kernels
+from flash_attn._ops import OPS, forget_own_kernels, refuse_tangents
 
 _FORWARDS = "_flash_attn_forward", "_flash_attn_varlen_forward"
 _MASK = "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap"
@@ -43,21 +46,47 @@ def _rule_of_forward(op):
     return rule
 
 
-def _refusal_of(name):
-    def rule(info, in_dims, *args, **kwargs):
-        raise NotImplementedError(
-            f"torch.vmap takes no op that writes into its arguments, such as flash_attn::{name}: map over the public "
-            "functions of flash_attn, such as flash_attn_func"
-        )
+_KEY = "FuncTorchDynamicLayerFrontMode"  # of calls within a transform. Other calls do not see its kernels
 
-    return rule
+
+def _below_transforms(x):
+    """Returns the tensor that no transform wraps, or None if a transform must know what becomes of ``x``."""
+    functorch = torch._C._functorch
+    while isinstance(x, torch.Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        if forward_ad._current_level >= 0:
+            refuse_tangents((x,))
+        if not functorch.is_gradtrackingtensor(x) or (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+def _refusing(name):
+    """Returns a kernel that refuses tensors of a transform. Within grad new tensors are of grad, too, such as out."""
+    op = getattr(torch.ops.flash_attn, name).default
+
+    def call(*args, **kwargs):
+        given = [*args, *kwargs.values()]
+        found = [_below_transforms(x) for x in given]
+        if any(x is not None and y is None for x, y in zip(given, found)):
+            raise NotImplementedError(
+                f"torch.func (vmap, grad and the like) takes no op that writes into its arguments, such as "
+                f"flash_attn::{name}: transform the public functions of flash_attn, such as flash_attn_func"
+            )
+        with torch._C._DisableFuncTorch():
+            return op(*found[: len(args)], **dict(zip(kwargs, found[len(args) :])))
+
+    return call
 
 
 def register():
-    if not hasattr(torch.library, "register_vmap"):  # torch 2.4
-        return
+    library = torch.library.Library("flash_attn", "IMPL")
     for name in OPS:
-        op = getattr(torch.ops.flash_attn, name).default
-        rule = _rule_of_forward(op) if name in _FORWARDS else _refusal_of(name)
-        torch.library.register_vmap(f"flash_attn::{name}", rule)
-    forget_own_kernels(keys=("FuncTorchBatched",))
+        if name not in _FORWARDS:
+            library.impl(name, _refusing(name), _KEY)
+        elif hasattr(torch.library, "register_vmap"):  # torch 2.5
+            torch.library.register_vmap(
+                f"flash_attn::{name}", _rule_of_forward(getattr(torch.ops.flash_attn, name).default)
+            )
+    torch.ops.flash_attn._library_of_transforms = library  # its kernels disappear with it
+    forget_own_kernels(keys=("FuncTorchBatched", _KEY))

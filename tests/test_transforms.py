@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from harness_vmap import WRONG, cached_step
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn import (
@@ -446,10 +446,88 @@ def test_op_of_merging(capfd):
     assert "performance drop" not in capfd.readouterr().err
 
 
-def test_ops_that_write_are_refused():
+def forward_op(q, k):
+    out = torch.empty_like(q)
+    OPS.fwd(q, k, k, out, *OF_OP, None, False)
+    return out
+
+
+def kvcache_op(q, k):
+    out = torch.empty_like(q)
+    OPS.fwd_kvcache(q, k, k, *[None] * 9, out, *OF_OP[1:], True, 0)
+    return out
+
+
+def backward_op(q, k):
+    out, lse = OPS._flash_attn_forward(k, k, k, *OF_OP, None, False)[:2]
+    dq = torch.empty_like(q)
+    OPS._flash_attn_backward(q, k, k, k, out, lse, dq, None, None, *OF_OP, None, False)
+    return dq
+
+
+WRITING_OPS = {
+    "fwd": forward_op,
+    "fwd of C": lambda q, k: _ops.flash_attn_2_cuda.fwd(q, k, k, None, None, *OF_OP, False, None)[0],
+    "fwd_kvcache": kvcache_op,
+    "_flash_attn_backward": backward_op,
+}
+TRANSFORMS = {
+    "vmap": lambda f, q: vmap(f)(q),
+    "grad": lambda f, q: grad(lambda q: f(q).sum())(q[0]),
+    "vjp": lambda f, q: vjp(f, q[0])[1](q[0]),
+    "functionalize": lambda f, q: functionalize(f)(q[0]),
+    "jvp": lambda f, q: jvp(f, (q[0],), (q[0],)),
+    "jacfwd": lambda f, q: jacfwd(f)(q[0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", WRITING_OPS)
+def test_ops_that_write_are_refused(name, transform):
+    """The transform would see results without a tangent or gradient."""
     q = randn(N, 2, 5, 4, 8)
-    with pytest.raises(NotImplementedError, match="^torch.vmap takes no op that writes into its arguments, such as"):
-        vmap(lambda q: OPS.fwd(q, q, q, torch.empty_like(q), *OF_OP, None, False))(q)
+    in_forward_mode = transform in ("jvp", "jacfwd")
+    words = (
+        "flash_attn has no jvp" if in_forward_mode else "torch.func .vmap, grad and the like. takes no op that writes"
+    )
+    with pytest.raises(NotImplementedError, match=f"^{words}"):
+        TRANSFORMS[transform](lambda x: WRITING_OPS[name](x, q[0]), q)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "vjp", "jvp", "jacfwd"])
+@pytest.mark.parametrize("name", ["fwd", "fwd of C", "fwd_kvcache"])
+def test_ops_that_write_may_be_constants_of_a_transform(name, transform):
+    """Within grad new tensors are of grad, such as out. An op that writes must take them."""
+    q = randn(N, 2, 5, 4, 8)
+    op, want = WRITING_OPS[name], WRITING_OPS[name](q[0], q[1])
+    got = TRANSFORMS[transform](lambda x: x * op(q[0], q[1]), q)
+    if transform == "jacfwd":
+        got = got.flatten(0, 3).flatten(1).diagonal().view_as(want)
+    if transform in ("vjp", "jvp"):
+        got, want = got[-1], want * q[0]
+    close(got, want * q if transform == "vmap" else want)
+
+
+def test_gradients_of_ops_are_refused_in_our_words():
+    q, parts, lses = randn(2, 5, 4, 8), randn(2, 1, 5, 4, 8).float(), randn(2, 1, 4, 5).float().transpose(-1, -2)
+    calls = {
+        "_flash_attn_forward": lambda: grad(lambda q: OPS._flash_attn_forward(q, q, q, *OF_OP, None, False)[0].sum())(
+            q
+        ),
+        "_combine": lambda: grad(lambda x: OPS._combine(x, lses)[0].sum())(parts),
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            NotImplementedError, match=f"^torch.func takes gradients of the public .* flash_attn::{name}$"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("name", ["plain", "packed", "lse", "merge", "cache"])
+def test_functionalize_is_refused(name):
+    attend = ATTENTIONS.get(name, lambda x: flash_attn_with_kvcache(x, x, x))
+    with pytest.raises(NotImplementedError, match="^flash_attn cannot be called inside torch.func.functionalize"):
+        functionalize(attend)(randn(1, 5, 2, 8))
 
 
 # ---- what does not exist -------------------------------------------------------------------------------------------

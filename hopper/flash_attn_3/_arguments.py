@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flash_attn_3._kinds import check_kinds, in_names_of_the_caller
-from flash_attn_3._ops import _C, refuse_tangents
+from flash_attn_3._ops import _C, NO_GRADIENTS, refuse_tangents
 
 Window = Union[Sequence[int], Tensor]  # (left, right)
 Length = Union[int, Tensor]  # a tensor has one element
@@ -134,10 +134,7 @@ def refuse_transforms(arguments):
         refuse_tangents(arguments)
     if not torch._C._are_functorch_transforms_active():
         return
-    raise NotImplementedError(
-        "flash_attn_3 has no gradients under the transforms of torch.func: use torch.autograd.grad, or "
-        "flash_attn.flash_attn_func, which has them"
-    )
+    raise NotImplementedError(NO_GRADIENTS)
 
 
 def call_op(op, *arguments):

@@ -18,7 +18,7 @@ from flash_attn_3._arguments import (
     has_distributed,
     maybe_contiguous,
 )
-from flash_attn_3._ops import _C, ops, output_dtype
+from flash_attn_3._ops import _C, ops, output_dtype, refuse_wrapped
 
 
 def _check_cache(name, cache):
@@ -148,6 +148,9 @@ def flash_attn_with_kvcache(
         if results is not None:
             return results
     descales = (q_descale, k_descale, v_descale) if getattr(q, "dtype", None) == torch.float8_e4m3fn else ()
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        tensors = q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, *descales, cache_seqlens, page_table
+        refuse_wrapped("flash_attn_with_kvcache of flash_attn_3", (*tensors, cache_batch_idx, cache_leftpad))
     _warn_of_gradients(
         q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, softmax_scale, softcap, *descales
     )  # fmt: skip

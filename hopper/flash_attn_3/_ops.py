@@ -30,12 +30,14 @@ except ModuleNotFoundError:
     ) from None
 
 __all__ = [
+    "NO_GRADIENTS",
     "_C",
     "forget_own_kernels",
     "ops",
     "output_dtype",
     "refuse_backward",
     "refuse_tangents",
+    "refuse_wrapped",
     "register_gradient",
     "register_once",
 ]
@@ -58,16 +60,43 @@ def refuse_tangents(arguments):
             raise NotImplementedError("flash_attn_3 has no jvp: there is no forward-mode derivative of attention")
 
 
+def below_transforms(x):
+    """Returns the tensor that no transform of torch.func wraps, or None if a transform must know what becomes of it.
+
+    Raises for a tensor with a tangent. What is no tensor stays.
+    """
+    functorch = torch._C._functorch
+    while isinstance(x, torch.Tensor) and functorch.is_functorch_wrapped_tensor(x):
+        if forward_ad._current_level >= 0:
+            refuse_tangents((x,))
+        if not functorch.is_gradtrackingtensor(x) or (x.requires_grad and torch.is_grad_enabled()):
+            return None
+        x = functorch.get_unwrapped(x)
+    return x
+
+
+NO_GRADIENTS = (
+    "flash_attn_3 has no gradients under the transforms of torch.func: use torch.autograd.grad, or "
+    "flash_attn.flash_attn_func, which has them"
+)
+
+
 class _Gradients(torch.library.Library):
-    """Gives ops their kernels for autograd. PyTorch's own would drop the tangents of forward-mode AD."""
+    """Gives ops their kernels for autograd. PyTorch's own would drop the tangents of forward-mode AD.
+
+    The gradient of an op has no rules for the transforms of torch.func, and PyTorch's words tell of its own classes.
+    """
 
     def impl(self, name, kernel, key, **options):
-        def without_tangents(keyset, *arguments, **rest):
+        def honest(keyset, *arguments, **rest):
             if forward_ad._current_level >= 0:
                 refuse_tangents(arguments)
+            if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled():
+                if any(isinstance(x, torch.Tensor) and x.requires_grad for x in arguments):
+                    raise NotImplementedError(NO_GRADIENTS)
             return kernel(keyset, *arguments, **rest)
 
-        super().impl(name, without_tangents, key, **options)
+        super().impl(name, honest, key, **options)
 
 
 def register_gradient(op, backward, save):
@@ -237,11 +266,41 @@ register_once("refusal", _define_refusal)
 # ---- kernels that torch.library knows ----------------------------------------------------------------------------
 
 
+_WITHIN_TRANSFORMS = "FuncTorchDynamicLayerFrontMode"  # the key of such calls. Other calls do not see its kernels
+
+
+def refuse_wrapped(what, given):
+    """Returns the tensors that no transform of torch.func wraps. Within grad new tensors are of grad, such as out."""
+    found = [below_transforms(x) for x in given]
+    if any(x is not None and y is None for x, y in zip(given, found)):
+        raise NotImplementedError(
+            f"{what} takes no tensors of torch.func (vmap, grad, functionalize and the like), because it writes into "
+            "its arguments: flash_attn.flash_attn_with_kvcache takes those of vmap"
+        )
+    return found
+
+
+def _refusing(name):
+    op = getattr(ops, name).default
+
+    def call(*args, **kwargs):
+        found = refuse_wrapped(f"flash_attn_3::{name}", [*args, *kwargs.values()])
+        with torch._C._DisableFuncTorch():
+            return op(*found[: len(args)], **dict(zip(kwargs, found[len(args) :])))
+
+    return call
+
+
 def _mark_ops():
-    """Autograd ignores the ops without gradients, because its default would look for gradients and warn."""
+    """Autograd ignores the ops without gradients, because its default would look for gradients and warn.
+
+    Transforms of torch.func would not see that ops which write into their arguments have no derivative.
+    """
     library = torch.library.Library("flash_attn_3", "IMPL")
     for name in ("fwd", "bwd", "fwd_combine", "get_scheduler_metadata", "_fwd_kvcache", "quantize"):
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    for name in ("fwd", "bwd", "fwd_combine", "_fwd_kvcache", "_flash_attn_backward"):
+        library.impl(name, _refusing(name), _WITHIN_TRANSFORMS)
     ops._library = library  # keeps the library alive, because its kernels disappear with it
 
 
@@ -251,6 +310,7 @@ register_once("marks", _mark_ops)
 def forget_own_kernels():
     """Removes our kernels from torch.library's set. The direct functions search this set for foreign kernels."""
     kernels = getattr(torch.library, "_impls", set())
-    own = {name for name in kernels if name.startswith("flash_attn_3/") and name.endswith(("/Meta", "/Autograd"))}
+    keys = "/Meta", "/Autograd", f"/{_WITHIN_TRANSFORMS}"
+    own = {name for name in kernels if name.startswith("flash_attn_3/") and name.endswith(keys)}
     own |= {name for name in kernels if name.startswith("flash_attn_3/_refuse_backward/")}
     kernels.difference_update(own)

@@ -5,10 +5,11 @@ from typing import Literal, Union
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attn_3._arguments import call_named, call_op, check_tensors, maybe_contiguous
 from flash_attn_3._kinds import came
-from flash_attn_3._ops import ops
+from flash_attn_3._ops import ops, refuse_tangents
 
 
 def quantize(
@@ -81,6 +82,8 @@ def _quantize(q, k, v, cu_seqlens_q, cu_seqlens_k, per_tensor, hadamard):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"quantize has no gradient, and {name} requires grad: detach it, or use torch.no_grad()")
+    if forward_ad._current_level >= 0:
+        refuse_tangents((q, k, v))
     *tensors, q_descale, k_descale, v_descale = call_op(
         ops.quantize.default, *map(maybe_contiguous, (q, k, v)), cu_seqlens_q, cu_seqlens_k, per_tensor, hadamard
     )

@@ -264,3 +264,41 @@ def test_transforms_of_torch_func():
             transform(x if "vmap" in str(transform) else q)
     with pytest.raises(NotImplementedError, match="flash_attn_3 has no jvp"):
         torch.func.jvp(loss, (q,), (q,))
+
+
+def test_decoding_takes_no_tensors_of_torch_func():
+    """A tangent or gradient of 0 would be wrong. Tensors that no transform follows are taken."""
+    q, cache = make(1, 1, 2, 32), make(1, 6, 2, 32)
+
+    def step(q):
+        return fa3.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4)
+
+    for transform in (torch.func.grad(lambda q: step(q).sum()), torch.func.functionalize(step)):
+        with pytest.raises(
+            NotImplementedError, match="^flash_attn_with_kvcache of flash_attn_3 takes no tensors of torch"
+        ):
+            transform(q)
+    with pytest.raises(
+        NotImplementedError, match="takes no tensors of torch.func.*flash_attn_with_kvcache takes those"
+    ):
+        torch.func.vmap(step)(q[None])
+    for transform in (torch.func.jacfwd(step), lambda q: torch.func.jvp(step, (q,), (q,))):
+        with pytest.raises(NotImplementedError, match="^flash_attn_3 has no jvp"):
+            transform(q)
+    assert torch.equal(torch.func.grad(lambda x: (x * step(q)).sum())(q), step(q))
+    assert torch.equal(torch.func.grad(lambda x: (x * torch.no_grad()(step)(x)).sum())(q), step(q))
+
+
+def test_ops_in_transforms_of_torch_func():
+    q, cache = make(1, 1, 2, 32), make(1, 6, 2, 32)
+    parts, lses = make(2, 1, 3, 2, 8), torch.zeros(2, 1, 2, 3).transpose(-1, -2)
+    forward = lambda q: torch.ops.flash_attn_3.fwd(q, cache, cache)[0]  # noqa: E731
+    with pytest.raises(NotImplementedError, match="^flash_attn_3::fwd takes no tensors of torch.func"):
+        torch.func.grad(lambda q: forward(q).sum())(q)
+    with pytest.raises(NotImplementedError, match="^flash_attn_3 has no jvp"):
+        torch.func.jvp(forward, (q,), (q,))
+    with pytest.raises(NotImplementedError, match="^flash_attn_3 has no gradients under the transforms"):
+        torch.func.grad(lambda x: fa3.flash_attn_combine(x, lses)[0].sum())(parts)
+    with pytest.raises(NotImplementedError, match="^flash_attn_3 has no jvp"):
+        torch.func.jvp(lambda q: fa3.quantize(q, cache, cache)[3], (q,), (q,))
+    assert torch.equal(torch.func.grad(lambda x: (x * forward(q)).sum())(q), forward(q))
