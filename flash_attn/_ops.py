@@ -375,6 +375,32 @@ def _drawing_as_vmap_says(name):
     return draw
 
 
+def _refusing_negatives(name):
+    """Returns a kernel of an op that writes into its arguments, for tensors with the negative bit.
+
+    PyTorch's kernel would give the op a copy, and fail afterwards.
+    """
+    op = getattr(torch.ops.flash_attn, name).default
+    arguments = op._schema.arguments
+    names = [x.name for x in arguments]
+    written = {x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write}
+    rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Negative)
+
+    def call(keyset, *args, **kwargs):
+        given = {**dict(zip(names, args)), **kwargs}
+        for key, x in given.items():
+            if isinstance(x, torch.Tensor) and x.is_neg():
+                if key in written and not (key in ("k_cache", "v_cache") and given.get("k") is None):
+                    raise RuntimeError(f"{key} is written and must not have the negative bit: call resolve_neg()")
+                given[key] = x.resolve_neg()
+        return op.redispatch(keyset & rest, **given)
+
+    return call
+
+
+_WRITERS = ("fwd", "varlen_fwd", "fwd_kvcache", "_flash_attn_backward", "_flash_attn_varlen_backward")
+
+
 def _mark_ops():
     """Sets properties of the ops that the C shim cannot set.
 
@@ -392,6 +418,8 @@ def _mark_ops():
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
         library.impl(name, _drawing_as_vmap_says(name), "FuncTorchVmapMode", with_keyset=True)
+    for name in _WRITERS:
+        library.impl(name, _refusing_negatives(name), "Negative", with_keyset=True)
     torch.ops.flash_attn._library = library  # keeps the library alive, because its kernels disappear with it
 
 
@@ -409,7 +437,7 @@ OPS = (
 )
 
 
-def forget_own_kernels(names=OPS, keys=("Meta", "Autograd", "FuncTorchVmapMode")):
+def forget_own_kernels(names=OPS, keys=("Meta", "Autograd", "FuncTorchVmapMode", "Negative")):
     """Removes our kernels of these dispatch keys from torch.library's set.
 
     The direct functions search this set for foreign kernels, and leave calls to the dispatcher if there is any. So

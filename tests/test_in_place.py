@@ -277,7 +277,8 @@ def test_a_part_is_found_wherever_it_begins():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_overlap_is_exact(seed):
-    """Random views of one memory. Sets of elements say whether two views share one."""
+    """Random views of one memory. Sets of elements say whether two views share one, and whether a view overlaps
+    itself."""
     r = random.Random(seed)
     room, size = 4096, (1, r.randrange(1, 5), r.randrange(1, 4), r.choice([1, 4, 8]))
     memory, numbers = torch.randn(room), torch.arange(room)
@@ -294,13 +295,97 @@ def test_overlap_is_exact(seed):
         ours, theirs = view(), view()
         shares = bool(elements(ours) & elements(theirs))
         out, k, q = memory.as_strided(*ours), memory.as_strided(*theirs), torch.zeros(size)
-        if shares:
-            with pytest.raises(RuntimeError, match="out is written and must not share memory with k"):
+        fault = "share memory with k" if shares else None
+        if len(elements(ours)) < out.numel():
+            fault = "overlap itself"
+        if fault:
+            with pytest.raises(RuntimeError, match=f"out is written and must not {fault}"):
                 forward_into(out, q, k, q)
         else:
             forward_into(out, q, k, q)
-        answers.append(shares)
+        answers.append(fault)
+    assert {None, "share memory with k"} <= set(answers)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_overlap_of_a_tensor_with_itself_is_exact(seed):
+    """Also with strides that are not nested, and interleave perhaps."""
+    r = random.Random(seed)
+    memory, numbers = torch.zeros(10**6), torch.arange(10**6)
+    answers = []
+    for _ in range(300):
+        b, rows, h, d = r.randrange(1, 4), r.randrange(1, 6), r.randrange(1, 4), r.choice([1, 3, 8])
+        strides = [r.choice([d, d + 1, 2 * d, h * d, rows * d, r.randrange(100), 2 * h * d]) for _ in range(3)]
+        view = (b, rows, h, d), (*strides, 1)
+        out, q = memory.as_strided(*view), torch.zeros(b, rows, h, d)
+        overlaps = len(set(numbers.as_strided(*view).ravel().tolist())) < q.numel()
+        if overlaps:
+            with pytest.raises(
+                RuntimeError, match="out is written and must not overlap itself; it has shape .* strides"
+            ):
+                forward_into(out, q, q, q)
+        else:
+            forward_into(out, q, q, q)
+        answers.append(overlaps)
     assert {True, False} == set(answers)
+
+
+def test_caches_that_overlap_themselves():
+    q, new = torch.randn(1, 1, 2, 8), torch.randn(1, 2, 2, 8)
+    windows, cache = torch.zeros(100).as_strided((1, 4, 2, 8), (64, 8, 4, 1)), torch.zeros(1, 4, 2, 8)
+    for name, caches in (("k_cache", (windows, cache)), ("v_cache", (cache, windows))):
+        with pytest.raises(RuntimeError, match=f"{name} is written and must not overlap itself"):
+            flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=0)
+    assert not windows.any() and not cache.any()
+    assert torch.equal(flash_attn_with_kvcache(q, windows, windows), torch.zeros_like(q))  # nothing is written
+    pages = torch.zeros(4, 8, 2, 2, 8).transpose(2, 3)[..., 0, :]  # keys beside values
+    flash_attn_with_kvcache(
+        q, pages, pages.clone(), new, -new, cache_seqlens=0, block_table=torch.tensor([[2]], dtype=torch.int32)
+    )
+    assert torch.equal(pages[2, :2], new[0])
+
+
+def negated(x):
+    """``x`` as a view. Only a flag says that its memory holds the negatives of its elements."""
+    return torch._neg_view(x.neg())
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_cache_with_the_negative_bit(name, tensors):
+    q, new = tensors(1, 1, 2, 16), tensors(1, 2, 2, 16)
+    caches = {"k_cache": tensors(1, 5, 2, 16), "v_cache": tensors(1, 5, 2, 16) + 1}
+    before = {key: x.clone() for key, x in caches.items()}
+    caches[name] = negated(caches[name])
+    with pytest.raises(RuntimeError, match=f"^{name} is written and must not have the negative bit: call resolve_neg"):
+        flash_attn_with_kvcache(q, **caches, k=new, v=new, cache_seqlens=1)
+    assert all(torch.equal(caches[key], x) for key, x in before.items())
+    got = flash_attn_with_kvcache(q, **caches, cache_seqlens=3)  # nothing is written
+    assert torch.equal(got, flash_attn_with_kvcache(q, **before, cache_seqlens=3))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens"])
+def test_inputs_with_the_negative_bit(name, tensors):
+    q, new, cos = tensors(1, 1, 2, 16), tensors(1, 2, 2, 16), tensors(5, 8)
+    given = {
+        "q": q, "k": new, "v": -new, "rotary_cos": cos, "rotary_sin": cos.flip(0),
+        "cache_seqlens": torch.tensor([2], dtype=torch.int32, device=q.device),
+    }  # fmt: skip
+    mine, want = ([tensors(1, 5, 2, 16), tensors(1, 5, 2, 16)] for _ in range(2))
+    got = flash_attn_with_kvcache(k_cache=mine[0], v_cache=mine[1], **{**given, name: negated(given[name])})
+    assert torch.equal(got, flash_attn_with_kvcache(k_cache=want[0], v_cache=want[1], **given))
+    assert all(map(torch.equal, mine, want))
+
+
+def test_results_with_the_negative_bit(tensors):
+    q = tensors(1, 3, 2, 16)
+    for name, call in {
+        "out": lambda x: raw.fwd(q, q, q, x, None, 0.0, 0.25, False, -1, -1, 0.0, False, None),
+        "dk": lambda x: OPS._flash_attn_backward(
+            q, q, q, q, q, torch.zeros(1, 2, 3, device=q.device), None, x, None, 0.0, *MASK, None, False
+        ),
+    }.items():
+        with pytest.raises(RuntimeError, match=f"^{name} is written and must not have the negative bit"):
+            call(negated(q.clone()))
 
 
 def test_a_pool_of_pages_for_keys_and_values():

@@ -91,9 +91,7 @@ static fa_status check_last_dims(const fa_call *c, fa_error *err) {
                 "%s must have contiguous last dimension; %s has stride %" PRId64 " there", others[i].what,
                 others[i].t->name, others[i].t->stride[others[i].t->ndim - 1]);
     const fa_tensor *written[MAX_WRITTEN];
-    for (int i = written_tensors(c, written) - 1; i >= 0; i--)
-        REQUIRE(!overlaps_itself(written[i]),
-                "%s is written and must not overlap itself; it is an expanded tensor (stride 0)", written[i]->name);
+    for (int i = written_tensors(c, written) - 1; i >= 0; i--) TRY(check_distinct_elements(written[i], err));
     return FA_OK;
 }
 

@@ -13,6 +13,10 @@ const char *shape_words(const fa_tensor *t, words *w) {
     return w->text;
 }
 
+const char *stride_words(const fa_tensor *t, words *w) {
+    return shape_words(&(fa_tensor){.ndim = t->ndim, .size = t->stride}, w);
+}
+
 const char *dtype_words(int32_t dtype) {
     if (dtype == fa_torch.f16) return "fp16";
     if (dtype == fa_torch.bf16) return "bf16";
@@ -57,12 +61,6 @@ bool contiguous(const fa_tensor *t) {
         stride *= t->size[i];
     }
     return true;
-}
-
-bool overlaps_itself(const fa_tensor *t) {
-    for (int64_t i = 0; i < t->ndim; i++)
-        if (t->size[i] > 1 && t->stride[i] == 0) return !is_empty(t);
-    return false;
 }
 
 int64_t bytes_of_dtype(int32_t dtype) {

@@ -23,6 +23,7 @@ typedef struct {
 
 /* These functions return text for a message. w keeps the text. */
 const char *shape_words(const fa_tensor *t, words *w);
+const char *stride_words(const fa_tensor *t, words *w);
 const char *device_words(int32_t device_type, int32_t device_idx, words *w);
 const char *dtype_words(int32_t dtype);
 
@@ -38,7 +39,6 @@ static inline bool packs_k(const fa_call *c) { return present(&c->cu_seqlens_k) 
 /* A stride matters only if its dimension has more than one element and the tensor is not empty. */
 bool last_dim_contiguous(const fa_tensor *t);
 bool contiguous(const fa_tensor *t);
-bool overlaps_itself(const fa_tensor *t);
 bool is_empty(const fa_tensor *t);
 int64_t bytes_of_dtype(int32_t dtype);
 

@@ -70,7 +70,7 @@ static fa_status check_out(const fa_call *c, int32_t dtype, fa_error *err) {
     TRY(SHAPE(out, OUT_DIMS, o->size[1], o->size[2], o->size[3], o->size[4]));
     REQUIRE(last_dim_contiguous(out), "Output tensor must have contiguous last dimension; out has stride %" PRId64,
             out->stride[3]);
-    REQUIRE(!overlaps_itself(out), "out is written and must not overlap itself; it is an expanded tensor (stride 0)");
+    TRY(check_distinct_elements(out, err));
     TRY(check_memory(out, err));
     REQUIRE(!share_memory(out, o) && !share_memory(out, &c->lse_partial),
             "out is written and must not share memory with the partial results, which are read");

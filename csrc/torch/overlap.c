@@ -1,4 +1,4 @@
-/* Looks for a byte that two strided tensors share.
+/* Looks for a byte that two strided tensors share, and for two elements of a tensor in one place.
  *
  * Byte c of element i of x lies at x.data + sum_n i_n s_n + c, and y likewise. Both tensors reach one address if
  *
@@ -7,7 +7,11 @@
  * Each stride becomes one term: a multiple m of the stride within [least, most]. Dimensions of x and y with equal
  * strides share a term, because i - j takes every integer of an interval. So views of one tensor have few terms. The
  * terms are solved from the largest stride to the smallest. A multiple is tried only if the terms behind it can reach
- * the rest. In a nested layout a row is longer than all that lies inside it, and at most two multiples are tried. */
+ * the rest. In a nested layout a row is longer than all that lies inside it, and at most two multiples are tried.
+ *
+ * Elements i and k of one tensor share their place if sum_n (i_n - k_n) s_n = 0. The difference is not 0 in some term.
+ * In the first such term it is positive, for i or for k, and the terms behind it reach the rest. In a nested layout they
+ * reach too little. */
 #include "overlap.h"
 
 #include "check.h"
@@ -61,6 +65,40 @@ static bool reaches(equation *e, int at, int64_t rest) {
     return false;
 }
 
+/* Finds the sums that the terms can reach. */
+static void find_reach(equation *e) {
+    int64_t low = 0, high = 0;
+    for (int i = e->num - 1; i >= 0; i--) {
+        e->terms[i].low = low += e->terms[i].stride * e->terms[i].least;
+        e->terms[i].high = high += e->terms[i].stride * e->terms[i].most;
+    }
+}
+
+static bool overlaps_itself(const fa_tensor *t) {
+    equation e = {.num = 0};
+    int num = 0;
+    if (is_empty(t)) return false;
+    for (int64_t i = 0; i < t->ndim; i++) {
+        const int64_t last = t->size[i] - 1;
+        if (last > 0 && t->stride[i] == 0) return true;
+        add_term(&e, t->stride[i], -last, last);
+        num += last > 0;
+    }
+    if (e.num < num) return true; /* two dimensions have one stride */
+    find_reach(&e);
+    for (int i = 0; i + 1 < e.num; i++)
+        for (int64_t m = 1; m <= e.terms[i].most && m * e.terms[i].stride <= e.terms[i + 1].high; m++)
+            if (++e.tries > MAX_TRIES || reaches(&e, i + 1, m * e.terms[i].stride)) return true;
+    return false;
+}
+
+fa_status check_distinct_elements(const fa_tensor *t, fa_error *err) {
+    words size, stride;
+    REQUIRE(!overlaps_itself(t), "%s is written and must not overlap itself; it has shape %s and strides %s", t->name,
+            shape_words(t, &size), stride_words(t, &stride));
+    return FA_OK;
+}
+
 static uintptr_t end_of(const fa_tensor *t) {
     int64_t elements = 1;
     for (int64_t i = 0; i < t->ndim; i++) elements += (t->size[i] - 1) * t->stride[i];
@@ -73,11 +111,7 @@ bool share_memory(const fa_tensor *x, const fa_tensor *y) {
     if ((uintptr_t)x->data >= end_of(y) || (uintptr_t)y->data >= end_of(x)) return false; /* nearly every pair */
     add_tensor(&e, x, 1);
     add_tensor(&e, y, -1);
-    int64_t low = 0, high = 0;
-    for (int i = e.num - 1; i >= 0; i--) {
-        e.terms[i].low = low += e.terms[i].stride * e.terms[i].least;
-        e.terms[i].high = high += e.terms[i].stride * e.terms[i].most;
-    }
+    find_reach(&e);
     return reaches(&e, 0, (int64_t)((uintptr_t)y->data - (uintptr_t)x->data));
 }
 

@@ -1,8 +1,12 @@
-/* Do two tensors share memory? */
+/* Do two tensors share memory? Does a tensor overlap itself? */
 #ifndef FA_TORCH_OVERLAP_H
 #define FA_TORCH_OVERLAP_H
 
 #include "call.h"
+
+/* Checks a written tensor: no two of its elements may lie in one place. Expanded tensors and overlapping windows are
+ * refused. The check is exact unless the strides do not fit together: then it may refuse a tensor without need. */
+fa_status check_distinct_elements(const fa_tensor *t, fa_error *err);
 
 /* Does any byte belong to an element of x and to an element of y? Views that interleave, such as q and k in a packed
  * qkv, share none. The answer is exact unless the strides of x and y do not fit together: then it may be a false yes.

@@ -291,6 +291,32 @@ def _refusing(name):
     return call
 
 
+def _refusing_negatives(name):
+    """Returns a kernel of an op that writes into its arguments, for tensors with the negative bit.
+
+    PyTorch's kernel would give the op a copy, and fail afterwards. NOTE: the schemas are upstream's. Some say that new
+    keys are written, and some do not say that a cache and out_ are.
+    """
+    op = getattr(ops, name).default
+    arguments = op._schema.arguments
+    names = [x.name for x in arguments]
+    results = {x.name for x in arguments if x.alias_info is not None and x.alias_info.is_write} | {"out_"}
+    caches, new = (("k_cache", "v_cache"), ("k", "v")) if "k_cache" in names else (("k", "v"), ("k_new", "v_new"))
+    results -= {*caches, *new}
+    rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Negative)
+
+    def call(keyset, *args, **kwargs):
+        given = {**dict(zip(names, args)), **kwargs}
+        for key, x in given.items():
+            if isinstance(x, torch.Tensor) and x.is_neg():
+                if key in results or (key in caches and given.get(new[0]) is not None):
+                    raise RuntimeError(f"{key} is written and must not have the negative bit: call resolve_neg()")
+                given[key] = x.resolve_neg()
+        return op.redispatch(keyset & rest, **given)
+
+    return call
+
+
 def _mark_ops():
     """Autograd ignores the ops without gradients, because its default would look for gradients and warn.
 
@@ -301,6 +327,8 @@ def _mark_ops():
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for name in ("fwd", "bwd", "fwd_combine", "_fwd_kvcache", "_flash_attn_backward"):
         library.impl(name, _refusing(name), _WITHIN_TRANSFORMS)
+    for name in ("fwd", "bwd", "fwd_combine", "_fwd_kvcache", "_flash_attn_forward", "_flash_attn_backward"):
+        library.impl(name, _refusing_negatives(name), "Negative", with_keyset=True)
     ops._library = library  # keeps the library alive, because its kernels disappear with it
 
 
@@ -310,7 +338,7 @@ register_once("marks", _mark_ops)
 def forget_own_kernels():
     """Removes our kernels from torch.library's set. The direct functions search this set for foreign kernels."""
     kernels = getattr(torch.library, "_impls", set())
-    keys = "/Meta", "/Autograd", f"/{_WITHIN_TRANSFORMS}"
+    keys = "/Meta", "/Autograd", "/Negative", f"/{_WITHIN_TRANSFORMS}"
     own = {name for name in kernels if name.startswith("flash_attn_3/") and name.endswith(keys)}
     own |= {name for name in kernels if name.startswith("flash_attn_3/_refuse_backward/")}
     kernels.difference_update(own)

@@ -276,3 +276,21 @@ def test_packed_rows_of_no_sequence_are_zero(is_direct):
     finally:
         torch.use_deterministic_algorithms(before)
     assert out[5:].eq(0).all() and lse[:, 5:].eq(-INF).all() and out.isfinite().all()
+
+
+def test_caches_that_cannot_be_written():
+    """Nothing is written, not even the other cache."""
+    q, new, cache = torch.randn(1, 1, 2, 16), torch.randn(1, 2, 2, 16), torch.zeros(1, 4, 2, 16)
+    windows = torch.zeros(200).as_strided((1, 4, 2, 16), (128, 16, 8, 1))
+    for wrong, words in ((torch._neg_view(cache.clone()), "have the negative bit"), (windows, "overlap itself")):
+        for name, caches in (("k_cache", (wrong, cache)), ("v_cache", (cache, wrong))):
+            with pytest.raises(RuntimeError, match=f"^{name} is written and must not {words}"):
+                flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=0)
+            assert not caches[0].any() and not caches[1].any()
+    for op in (torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3._flash_attn_forward):
+        with pytest.raises(RuntimeError, match="^k is written and must not have the negative bit"):
+            op(q, torch._neg_view(cache.clone()), cache, k_new=new, v_new=new, seqused_k=i32(0))
+    got, want = cache.clone(), cache.clone()
+    flash_attn_with_kvcache(q, got, got.clone(), torch._neg_view(-new), new, cache_seqlens=0)
+    flash_attn_with_kvcache(q, want, want.clone(), new, new, cache_seqlens=0)
+    assert torch.equal(got, want) and got.any()
