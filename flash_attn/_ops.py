@@ -82,6 +82,17 @@ def _words(layout):
     return f"({', '.join(map(str, layout))})"
 
 
+def _check_not_zero(q, k, name="k", is_paged=False):
+    """Raises for a size of 0 where the op does. Lengths, the batch and the heads of q may be 0, and symbols are not."""
+    for size, words in (
+        (q.shape[-1], "q must have a head_size of at least 1; it has shape ending in 0"),
+        (k.shape[-2], f"{name} must have at least one head; it has num_heads_k = 0"),
+        (k.shape[1] if is_paged else 1, f"{name} must have a page size (dimension 1) of at least 1; it has 0"),
+    ):
+        if isinstance(size, int) and size == 0:
+            raise RuntimeError(words)
+
+
 def empty_like(x):
     """Returns ``torch.empty_like(x)``, or a contiguous tensor if the last dimension would not be contiguous."""
     like = torch.empty_like(x)
@@ -266,6 +277,7 @@ def _fake(op):
 def _fwd(q, k, v, out, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
     check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
     check_layout("k", k, "batch_size", "seqlen_k", "num_heads_k", "head_size")
+    _check_not_zero(q, k)
     b, len_q, h, _ = q.shape
     s_dmask = (b, h, round_multiple(len_q, 128), round_multiple(k.shape[1], 128)) if return_softmax else None
     return _row_results(q, (b, h, len_q), s_dmask)
@@ -284,6 +296,9 @@ def _varlen_fwd(
     block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0,
 ):  # fmt: skip
     check_layout("q", q, "total_q", "num_heads", "head_size")
+    is_paged = block_table is not None
+    check_layout("k", k, *(("num_blocks", "page_block_size") if is_paged else ("total_k",)), "num_heads_k", "head_size")
+    _check_not_zero(q, k, is_paged=is_paged)
     total_q, h, _ = q.shape
     b = cu_seqlens_q.shape[0] - 1
     rows, cols = round_multiple(max_seqlen_q, 128), round_multiple(max_seqlen_k, 128)
@@ -312,7 +327,10 @@ def _varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, 
 
 
 @_fake("fwd_kvcache")
-def _fwd_kvcache(q, k_cache, v_cache, k=None, v=None, *_, **__):
+def _fwd_kvcache(
+    q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, rotary_cos=None, rotary_sin=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, *_, **__,
+):  # fmt: skip
     warn_of_gradients(q, k_cache, v_cache, k, v)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if k is not None and torch.is_grad_enabled() and cache.requires_grad and cache.is_leaf:
@@ -320,6 +338,10 @@ def _fwd_kvcache(q, k_cache, v_cache, k=None, v=None, *_, **__):
                 "a leaf Variable that requires grad is being used in an in-place operation: " + f"{name} is written"
             )
     check_layout("q", q, "batch_size", "seqlen_q", "num_heads", "head_size")
+    is_paged = block_table is not None
+    rows = ("num_blocks", "page_block_size") if is_paged else ("batch_size_cache", "seqlen_cache")
+    check_layout("k_cache", k_cache, *rows, "num_heads_k", "head_size")
+    _check_not_zero(q, k_cache, "k_cache", is_paged)
     b, len_q, h, _ = q.shape
     return q.new_empty((b, h, len_q), dtype=torch.float32)
 

@@ -4,6 +4,7 @@ Most tests compile with the backend aot_eager_decomp_partition. It does everythi
 generation.
 """
 
+import re
 import shutil
 
 import pytest
@@ -143,6 +144,68 @@ def test_fake_of_a_wrong_rank():
     with torch._subclasses.FakeTensorMode(), pytest.raises(RuntimeError, match="q must have 4 dimensions"):
         q = torch.empty(3, 2, 16)
         flash_attn_func(q, q, q)
+
+
+KINDS = {
+    "cpu": lambda: torch.device("cpu"),
+    "meta": lambda: torch.device("meta"),
+    "fake": torch._subclasses.FakeTensorMode,
+}
+
+
+def table():
+    return torch.zeros(2, 1, dtype=torch.int32)
+
+
+ZERO_SIZES = {
+    "head_size": (lambda: flash_attn_func(*torch.zeros(3, 2, 5, 4, 0)), "q must have a head_size of at least 1"),
+    "key heads": (
+        lambda: flash_attn_func(torch.zeros(2, 5, 0, 8), *torch.zeros(2, 2, 5, 0, 8)),
+        "k must have at least one head; it has num_heads_k = 0",
+    ),
+    "packed head_size": (
+        lambda: flash_attn_varlen_func(*torch.zeros(3, 5, 4, 0), *[torch.tensor([0, 5], dtype=torch.int32)] * 2, 5, 5),
+        "q must have a head_size of at least 1; it has shape ending in 0",
+    ),
+    "packed key heads": (
+        lambda: flash_attn_varlen_func(
+            *torch.zeros(3, 5, 0, 8), *[torch.tensor([0, 5], dtype=torch.int32)] * 2, 5, 5, return_lse=True
+        ),
+        "k must have at least one head; it has num_heads_k = 0",
+    ),
+    "cached head_size": (
+        lambda: flash_attn_with_kvcache(torch.zeros(2, 1, 4, 0), *torch.zeros(2, 2, 5, 4, 0)),
+        "q must have a head_size of at least 1; it has shape ending in 0",
+    ),
+    "cached key heads": (
+        lambda: flash_attn_with_kvcache(torch.zeros(2, 1, 0, 8), *torch.zeros(2, 2, 5, 0, 8), sinks=torch.zeros(0)),
+        "k_cache must have at least one head; it has num_heads_k = 0",
+    ),
+    "page": (
+        lambda: flash_attn_with_kvcache(torch.zeros(2, 1, 4, 8), *torch.zeros(2, 3, 0, 4, 8), block_table=table()),
+        "k_cache must have a page size (dimension 1) of at least 1; it has 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ZERO_SIZES)
+def test_sizes_that_must_not_be_zero(name, kind):
+    call, words = ZERO_SIZES[name]
+    with KINDS[kind](), pytest.raises(RuntimeError, match=f"^{re.escape(words)}"):
+        call()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_that_may_be_zero(kind):
+    with KINDS[kind]():
+        for b, len_q, h, len_kv in ((0, 5, 4, 5), (2, 0, 4, 5), (2, 5, 0, 5), (2, 5, 4, 0)):
+            q, kv = torch.zeros(b, len_q, h, 8), torch.zeros(2, b, len_kv, 2, 8)
+            assert flash_attn_func(q, *kv).shape == q.shape
+            assert flash_attn_with_kvcache(q, *kv).shape == q.shape
+        pages = torch.zeros(2, 0, 4, 2, 8)
+        q, lengths = torch.zeros(2, 1, 4, 8), torch.zeros(2, dtype=torch.int32)
+        assert flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, block_table=table()).shape == q.shape
 
 
 # ---- torch.compile -------------------------------------------------------------------------------------------------

@@ -137,12 +137,31 @@ def _check_rank(name, x, num):
         raise RuntimeError(f"{name} must have {num} dimensions; it has {x.dim()}: shape {tuple(x.shape)}")
 
 
+def _check_not_zero(call):
+    """Raises for a size of 0 where the ops do. Lengths, the batch and the heads of q may be 0, and symbols are not."""
+    name = "k" if call.get("k_cache") is None else "k_cache"
+    q, k, v = call["q"], call[name], call["v" if name == "k" else "v_cache"]
+    for size, words in (
+        (q.shape[-1], "q must have a head_size of at least 1; it has shape ending in 0"),
+        (v.shape[-1], "head_size_v should be a multiple of 8; v has 0"),
+        (k.shape[-2], f"{name} must have at least one head; it has num_heads_k = 0"),
+        (
+            k.shape[1] if call.get("page_table") is not None else 1,
+            f"{name} must have a page size (dimension 1) of at least 1; it has 0",
+        ),
+    ):
+        if isinstance(size, int) and size == 0:
+            raise RuntimeError(words)
+
+
 def _lse_shape(call):
     q = call["q"]
     if call.get("cu_seqlens_q") is not None:
         _check_rank("q", q, 3)
+        _check_not_zero(call)
         return q.shape[1], q.shape[0]
     _check_rank("q", q, 4)
+    _check_not_zero(call)
     return q.shape[0], q.shape[2], q.shape[1]
 
 

@@ -234,6 +234,33 @@ def test_meta_tensors():
     assert out.shape == (2, 3, 4, 256) and out.dtype == torch.bfloat16 and lse.shape == (2, 4, 3)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_sizes_that_must_not_be_zero(device):
+    def zeros(*shape, dtype=torch.float32):
+        return torch.zeros(shape, device=device, dtype=dtype)
+
+    table = zeros(2, 1, dtype=torch.int32)
+    for call, words in (
+        (lambda: fa3.flash_attn_func(*zeros(3, 2, 5, 4, 0)), "q must have a head_size of at least 1"),
+        (
+            lambda: fa3.flash_attn_func(*zeros(2, 2, 5, 4, 8), zeros(2, 5, 4, 0)),
+            "head_size_v should be a multiple of 8",
+        ),
+        (lambda: fa3.flash_attn_func(*zeros(3, 2, 5, 0, 8)), "k must have at least one head; it has num_heads_k = 0"),
+        (
+            lambda: fa3.flash_attn_with_kvcache(zeros(2, 1, 0, 8), *zeros(2, 2, 5, 0, 8)),
+            "k_cache must have at least one head; it has num_heads_k = 0",
+        ),
+        (
+            lambda: fa3.flash_attn_with_kvcache(zeros(2, 1, 4, 8), *zeros(2, 3, 0, 4, 8), page_table=table),
+            "k_cache must have a page size .dimension 1. of at least 1; it has 0",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=f"^{words}"):
+            call()
+    assert fa3.flash_attn_func(zeros(2, 5, 0, 8), *zeros(2, 2, 5, 2, 8)).shape == (2, 5, 0, 8)
+
+
 def test_checkpoint():
     q = make(2, 5, 4, 32, grad=True)
     out = torch.utils.checkpoint.checkpoint(lambda x: fa3.flash_attn_func(x, x, x, causal=True), q, use_reentrant=False)
