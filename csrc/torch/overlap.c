@@ -10,8 +10,8 @@
  * the rest. In a nested layout a row is longer than all that lies inside it, and at most two multiples are tried.
  *
  * Elements i and k of one tensor share their place if sum_n (i_n - k_n) s_n = 0. The difference is not 0 in some term.
- * In the first such term it is positive, for i or for k, and the terms behind it reach the rest. In a nested layout they
- * reach too little. */
+ * In the first such term it is positive, for i or for k, and the terms behind that term reach the rest. In a nested
+ * layout they reach too little. */
 #include "overlap.h"
 
 #include "check.h"
