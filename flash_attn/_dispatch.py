@@ -8,6 +8,7 @@ something watches the ops, or an argument is wrong. Then the op is called, which
 import warnings
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn._arguments import has_distributed, maybe_contiguous
@@ -89,8 +90,16 @@ transforms_are_active = torch._C._are_functorch_transforms_active
 
 
 def is_unseen():
-    """May C compute here what is written with torch's functions? No tracer, transform or mode looks at them."""
-    return not (is_compiling() or transforms_are_active() or torch._C._len_torch_dispatch_stack())
+    """May C compute here what is written with torch's functions? No tracer, transform or mode looks at them.
+
+    No tensor has a tangent.
+    """
+    return not (
+        is_compiling()
+        or transforms_are_active()
+        or torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+    )
 
 
 _NOT_TRACED = (

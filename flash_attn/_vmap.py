@@ -228,6 +228,8 @@ def _only_checked():
 
 def _joined_or_refused(joined, apply, info, in_dims, arguments):
     """Returns ``joined()``. If it fails, the call of an entry says what is wrong, in its own sizes and numbers."""
+    if info.batch_size == 0:
+        return one_by_one(apply, info, in_dims, arguments)
     try:
         return joined()
     except Exception as error:
@@ -280,7 +282,7 @@ def gradients(apply, info, in_dims, options, needed, dout, saved):
     num_tensors = len(saved) - 4 - num_lengths
     tensors, (out, lse, rng_state, alibi_slopes, *cu_seqlens) = saved[:num_tensors], saved[num_tensors:]
     out_dim, lse_dim, rng_dim, slopes_dim, *cu_dims = dims[num_tensors:]
-    if dropout_p and (out_dim is None or rng_dim is not None):
+    if info.batch_size == 0 or (dropout_p and (out_dim is None or rng_dim is not None)):
         return one_by_one(apply, info, in_dims, (options, needed, dout, *saved))
     q, k = (*tensors, None)[:2]
     joined = _join(info, dims, q, k, *(cu_seqlens or (None, None)), cu_dims, max_seqlens)

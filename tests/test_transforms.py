@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from harness_vmap import WRONG, cached_step
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,6 +117,14 @@ def test_vmap_is_one_call(case):
     close(got, torch.stack([function(*x) for x in zip(*batch)]))
     last = [x.movedim(0, -1) for x in batch]
     close(vmap(function, -1, 1)(*last).movedim(1, 0), got)
+
+
+def test_vmap_of_no_entries(case):
+    function, tensors, batch = case
+    none = [x[:0] for x in batch]
+    assert vmap(function)(*none).shape == (0, *function(*tensors).shape)
+    grads = vmap(grad(square(function), tuple(range(len(none)))))(*none)
+    assert [x.shape for x in grads] == [x.shape for x in none]
 
 
 def test_vmap_over_grad_is_two_calls(case):
@@ -276,6 +285,18 @@ def test_appending(dim):
     close([x.movedim(dim, 0) for x in got_caches], want_caches)
     with pytest.raises(RuntimeError, match="k_cache is written, so it must be mapped"):
         vmap(function, (0, None, None, 0, 0))(q, caches[0][0], caches[1][0], new, used)
+
+
+def test_steps_of_no_entries():
+    q, cache, used = randn(0, 2, 1, 4, 8), randn(0, 2, 8, 2, 8), torch.zeros(0, 2, dtype=INT)
+
+    def function(q, cache, new, used, **options):
+        return flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=used, **options)
+
+    assert vmap(function)(q, cache, cache[:, :, :1], used).shape == q.shape
+    table = torch.zeros(0, 2, 1, dtype=INT)
+    paged = vmap(lambda q, cache, used, table: function(q, cache, None, used, block_table=table))
+    assert paged(q, cache, used, table).shape == q.shape
 
 
 def test_rotary_tables_of_their_own():
@@ -549,6 +570,23 @@ def test_forward_mode_of_decoding_is_refused():
     q, cache = randn(2, 1, 4, 8), randn(2, 8, 4, 8)
     with pytest.raises(NotImplementedError, match="^flash_attn has no jvp"):
         jvp(lambda q: flash_attn_with_kvcache(q, cache, cache), (q,), (q,))
+
+
+def test_tangents_of_sinks():
+    """The sinks of a step of decoding are torch's own operators, which know forward mode."""
+    q, cache, sinks = randn(2, 1, 4, 8), randn(2, 8, 4, 8), randn(4)
+
+    def function(sinks):
+        return flash_attn_with_kvcache(q, cache, cache, sinks=sinks, return_softmax_lse=True)
+
+    want, wanted = jvp(function, (sinks,), (SLOPES.double(),))
+    with forward_ad.dual_level():
+        got = [forward_ad.unpack_dual(x) for x in function(forward_ad.make_dual(sinks, SLOPES.double()))]
+    close([x.primal for x in got], want)
+    close([x.tangent for x in got], wanted)
+    step = 0.02 * SLOPES.double()
+    for x, after, before in zip(wanted, function(sinks + step), function(sinks - step)):
+        torch.testing.assert_close(x, (after - before) / 0.04, rtol=1e-3, atol=1e-4)
 
 
 def test_second_derivatives_are_refused(case):
