@@ -31,7 +31,7 @@ static double shift_of(const fa_bias_shift *of, int64_t place, int64_t keys) {
     double largest = -INFINITY;
     for (int64_t j = 0; j < keys; j++) {
         const double x = fa_element(of->bias, of->dtype, place + j * of->stride[3]);
-        if (!(x < of->least)) return 0;
+        if (x >= of->least) return 0; /* a mask may hide a NaN */
         if (x > largest) largest = x;
     }
     return largest == -INFINITY ? 0 : largest;
@@ -50,6 +50,7 @@ void fa_cpu_bias_shift(const fa_bias_shift *of) {
         if (shift < 0 && of->sinks.data &&
             !(fa_element(of->sinks.data, of->sinks.dtype, h * of->sinks.stride) <= shift - of->least))
             shift = 0;
+        if (of->sinks.data && isfinite((float)shift)) shift = (double)(float)shift; /* sinks get it in fp32 */
         fa_set_element(of->shift, of->dtype == FA_F64 ? FA_F64 : FA_F32, task, shift);
     }
 }

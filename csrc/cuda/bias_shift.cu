@@ -23,12 +23,12 @@ constexpr int BIASES_OF_LANE = 4; /* that are on their way at once */
 DEVICE float shift_of(const fa_bias_shift_params &p, const element *bias, long long keys) {
     float largest = -INF;
     for (long long first = threadIdx.x % 32; first - threadIdx.x % 32 < keys; first += 32 * BIASES_OF_LANE) {
-        bool is_low = true; /* A NaN is not. */
+        bool is_low = true; /* A NaN is: a mask may hide it. */
 #pragma unroll
         for (int i = 0; i < BIASES_OF_LANE; i++) {
             const long long key = first + 32 * i;
             const float x = key < keys ? cvt_f32(bias[key * p.stride_key]) : -INF;
-            is_low = is_low && x < p.least;
+            is_low = is_low && !(x >= p.least);
             largest = fmaxf(largest, x);
         }
         if (!__all_sync(WHOLE_WARP, is_low)) return 0;

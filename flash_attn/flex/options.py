@@ -141,7 +141,7 @@ def shift_of_rows(places, attn_bias, sinks, dtype):
     dtype: that of the scores. The shift of a bias in fp64 is fp64, because fp32 has not all of its values. C computes
     it, except in graphs and in transforms.
 
-    A row whose sink is far above its scores needs none: its probabilities are 0.
+    A row whose sink is far above its scores needs none: its probabilities are 0. A NaN is no bias: a mask may hide it.
     """
     if attn_bias is None or 0 in attn_bias.shape:
         return None
@@ -150,10 +150,13 @@ def shift_of_rows(places, attn_bias, sinks, dtype):
         if shift is not None:
             return shift
     dtype = torch.promote_types(dtype, attn_bias.dtype)
-    largest = places.largest(attn_bias.reshape((1,) * (4 - attn_bias.dim()) + attn_bias.shape)).to(dtype)
+    bias = attn_bias.masked_fill(attn_bias.isnan(), -float("inf"))
+    largest = places.largest(bias.reshape((1,) * (4 - bias.dim()) + bias.shape)).to(dtype)
     is_low = (largest < LEAST_BIAS) & ~largest.isinf()
     if sinks is not None:
         is_low = is_low & (sinks[:, None] <= largest - LEAST_BIAS)
+        in_fp32 = largest.float().to(dtype)  # sinks get the shift in fp32
+        largest = torch.where(in_fp32.isinf(), largest, in_fp32)
     return places.of_rows(torch.where(is_low, largest, 0.0))
 
 
@@ -186,7 +189,9 @@ def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None, shift=
         if cap is not None:
             score = cap * torch.tanh(score / cap)
         if slope is not None:
-            score = score - slope(place) * (beside(i) - j).abs()
+            of_row = slope(place)  # fp32, whose product with a distance would be fp32, too
+            of_row = of_row.double() if score.dtype == torch.float64 else of_row
+            score = score - of_row * (beside(i) - j).abs()
         if bias is None:
             return score
         if shift_at is None:

@@ -122,6 +122,17 @@ def test_sinks_alone(window, device, dropout_p=0.0):
         close(has.cpu(), wants, 8e-5)
 
 
+def test_slopes_of_fp64_beside_a_mask():
+    """A slope in fp32 times a distance is no number of fp32."""
+    q, k, v = (leaf(1, 64, 2, 16, seed=s).detach().double() for s in range(3))
+    slopes = torch.rand(2, generator=torch.Generator().manual_seed(0))
+    want = flash_attn_func(q, k, v, alibi_slopes=slopes)
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+    for way in ({"attn_mask": torch.ones(1, 1, dtype=torch.bool)}, {"attn_bias": torch.zeros(1)}):
+        for function in (flash_attn_func, compiled):
+            torch.testing.assert_close(function(q, k, v, alibi_slopes=slopes, **way), want, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, {"attn_bias": torch.zeros(1)}, {"attn_mask": torch.ones(1, dtype=torch.bool)}])
 @pytest.mark.parametrize("leaves", ["", "q", "s", "qs"])

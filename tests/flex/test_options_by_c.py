@@ -43,14 +43,32 @@ def test_shifts_of_rows(monkeypatch, name, dtype, device):
                 assert torch.equal(found.expand(want.shape), want) and found.dim() == 3
 
 
-def test_a_nan_is_no_low_bias():
-    bias = torch.full((3, 4), -5000.0)
-    bias[0, 1] = bias[1, 3] = float("nan")
-    for places, want in (
-        (options.Places(3, 4, (-1, -1)), [0, 0, -5000]),
-        (options.Places(3, 4, (-1, 0)), [0, 0, -5000]),
-    ):
-        assert options.shift_of_rows(places, bias, None, torch.float32).flatten().tolist() == want
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("unseen", [True, False])
+def test_a_nan_is_no_bias(monkeypatch, unseen, dtype, device):
+    """A mask may hide it."""
+    bias = torch.full((4, 4), -4992.0)
+    bias[0, 1] = bias[1, 3] = bias[3] = float("nan")
+    bias[2, 1:3] = torch.tensor([float("nan"), 3])
+    monkeypatch.setattr(options, "is_unseen", lambda: unseen)
+    for window in ((-1, -1), (-1, 0)):
+        found = options.shift_of_rows(options.Places(4, 4, window), bias.to(device, dtype), None, torch.float32)
+        assert found.flatten().tolist() == [-4992, -4992, 0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("hidden", [float("nan"), -INF, -1e7])
+def test_low_biases_beside_hidden_ones(hidden, device):
+    """Only the masked keys have the hidden bias, so it changes nothing."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (numbers(generator, device, 1, 200, 2, 8) for _ in range(3))
+    bias, mask = numbers(generator, device, 1, 2, 200, 200) - 1e7, numbers(generator, device, 1, 2, 200, 200) < 0
+    out = flash_attn_func(q, k, v, attn_bias=bias.masked_fill(~mask, hidden), attn_mask=mask)
+    wide = (x.transpose(1, 2).double() for x in (q, k, v))
+    scores = bias.double().masked_fill(~mask, -INF)
+    want = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=scores).transpose(1, 2)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
 
 
 def numbers(generator, device, *shape):
