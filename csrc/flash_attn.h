@@ -113,6 +113,10 @@ typedef struct {
      * key has lse sinks[h]. sink_shift was subtracted from the scores of a row, and is subtracted from the sink. */
     fa_sink_values sinks;
     fa_sink_rows sink_shift;
+    /* CPU only. Rows from *sink_end on have no sink; NULL: all rows have one. A forward writes exp(sink - lse) to
+     * sink_probability, with the rows of lse: 0 for a row without a sink, or of infinite lse; data NULL: not wanted. */
+    const int32_t *sink_end;
+    fa_row_stats sink_probability;
 
     /* FA_E4M3: q, k and v are multiplied by these factors. */
     fa_descale q_descale, k_descale, v_descale;

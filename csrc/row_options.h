@@ -6,9 +6,9 @@
 #include "flash_attn.h"
 
 /* Learned sinks: one more key for each row, of score sink[h] and value 0. Attention without sinks has come before.
- * The forwards on GPUs add sinks themselves (fa_problem).
+ * Forwards add sinks themselves (fa_problem). Beside results of another call lse is all that is known of a row.
  *
- *   lse' = ln (exp(lse) + exp(sink - shift))      out' = out exp(lse - lse')
+ *   lse' = ln (exp(lse) + exp(sink - shift))      out' = out / (1 + exp(sink - shift - lse))
  *   gradient[h] = sum over rows of exp(sink - shift - lse') (0 - delta),      delta = dout'.out' - dlse'
  *
  * The shift was subtracted from the scores of a row. A row that saw no key keeps out 0. Its lse may be -inf or +inf. */
@@ -20,8 +20,9 @@ typedef struct {
     fa_view out;
     fa_sink_rows lse, shift;
     const int32_t *end; /* rows from here on belong to no sequence; NULL: all rows belong to one */
-    /* Of the gradient, for which lse is lse': */
-    fa_sink_rows delta;
+    /* Of the gradient, for which lse is lse'. probability: of the sink, where a forward wrote it (CPU); data NULL: it
+     * follows from lse'. */
+    fa_sink_rows delta, probability;
     void *gradient; /* [h] contiguous, in the dtype of sinks */
 } fa_sinks;
 

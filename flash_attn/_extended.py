@@ -1,17 +1,17 @@
 """Options that upstream does not have: attn_bias, attn_mask, sinks, return_lse and return_max_logits.
 
-There are two ways to the kernels, and one epilogue behind both:
+There are two ways to the kernels:
 
     plain kernels   sinks, and an lse without a gradient
     mods            attn_bias, attn_mask, return_max_logits, and an lse with a gradient (flash_attn/flex/options.py)
 
-The epilogue adds the sinks to the results of the kernels (_sinks.py), and gives out' and lse'. The backward needs no
-kernels of its own for q, k and v. With out' and lse' in place of out and lse, the kernels compute the gradients of a
-softmax that has the sink in its sum. The gradient of the sink is left: its probability times ``0 - softmax_d``, where
-softmax_d is what the backward wrote for each row.
+The kernels add the sinks where they end a row, and give out' and lse'. Only ops of the first way know no sinks: their
+results get them afterwards (_sinks.py). The backward needs no kernels of its own for q, k and v. With out' and lse' in
+place of out and lse, the kernels compute the gradients of a softmax that has the sink in its sum. The gradient of the
+sink is left: its probability times ``0 - softmax_d``, where softmax_d is what the backward wrote for each row. On the
+CPU the forward keeps the probability, because lse' has lost digits of it.
 
-In the graphs of torch.compile the second way is the operator of flex_attention (flash_attn/flex/graph.py), which has
-the same epilogue.
+In the graphs of torch.compile the second way is the operator of flex_attention (flash_attn/flex/graph.py).
 """
 
 import torch
@@ -21,6 +21,7 @@ from flash_attn import _vmap
 from flash_attn import flash_attn_interface as interface
 from flash_attn._dispatch import check_not_traced, is_exporting, is_unseen, transforms_are_active
 from flash_attn._imagined import is_imagined, is_on_cpu
+from flash_attn._kinds import check_layout_of_memory
 from flash_attn._ops import (
     check_layout,
     check_storage,
@@ -52,16 +53,25 @@ class _Plain:
     """
 
     @staticmethod
-    def forward(way, q, k, v, tensors):
+    def forward(way, q, k, v, tensors, sinks, wants_probability):
         max_lengths, dropout_p, mask, _ = way
         alibi_slopes, block_table, *cu_seqlens = tensors
+        is_packed = len(cu_seqlens) > 0
         options = *cu_seqlens, *max_lengths, dropout_p, *mask, alibi_slopes, False
-        if len(cu_seqlens) > 0:
-            results = interface._flash_attn_varlen_forward(q, k, v, *options, block_table)
-        else:
-            results = interface._flash_attn_forward(q, k, v, *options)
-        out, lse, _, rng_state = results
-        return out, lse, None, (rng_state if dropout_p else None,)
+        options = (*options, block_table) if is_packed else options
+        if sinks is not None and not torch.compiler.is_compiling() and is_on_cpu(q) and not is_imagined():
+            results = _plain_with_sinks(is_packed, q, k, v, *options, sinks, True, wants_probability)
+            if results is not None:
+                out, lse, *probability, _, rng_state = results
+                return out, lse, None, (rng_state if dropout_p else None,), probability[0] if probability else None
+        op = interface._flash_attn_varlen_forward if is_packed else interface._flash_attn_forward
+        out, lse, _, rng_state = op(q, k, v, *options)
+        out, lse, probability = add_sinks(out, lse, sinks, wants_probability)
+        return out, lse, None, (rng_state if dropout_p else None,), probability
+
+    @staticmethod
+    def ends(way, tensors, saved):
+        return tensors[2] if len(tensors) > 2 else None
 
     @staticmethod
     def backward(way, inputs, tensors, saved, out, lse, dout, dlse, wanted):
@@ -76,7 +86,12 @@ class _Plain:
             is_packed, interface.maybe_contiguous(dout), *inputs, out, lse, *grads, *cu_seqlens, *max_lengths,
             dropout_p, *mask, alibi_slopes, deterministic, saved[0], *zero_tensors,
         )  # fmt: skip
-        return (*grads, *[None] * len(tensors)), softmax_d, cu_seqlens[0] if is_packed else None
+        return (*grads, *[None] * len(tensors)), softmax_d
+
+
+def _plain_with_sinks(is_packed, q, k, v, *arguments):
+    direct = flash_attn_2_cuda.direct_varlen_forward_options if is_packed else flash_attn_2_cuda.direct_forward_options
+    return direct(*(x.detach() if type(x) is torch.nn.Parameter else x for x in (q, k, v)), *arguments)
 
 
 class Mods:
@@ -86,9 +101,9 @@ class Mods:
     the mods subtract from the scores of rows, fp32, or None.
     """
 
-    def __init__(self, call, is_packed, deterministic, names, shift):
+    def __init__(self, call, is_packed, deterministic, names, shift, cu_seqlens_q=None):
         self.call, self.is_packed, self.deterministic, self.names = call, is_packed, deterministic, names
-        self.shift = shift
+        self.shift, self._cu_seqlens_q = shift, cu_seqlens_q
 
     def _to(self, x):
         return flex.rows_of((x.unsqueeze(0) if self.is_packed else x).transpose(1, 2))
@@ -99,10 +114,24 @@ class Mods:
     def _row(self, x):
         return x if x is None or not self.is_packed else x.unsqueeze(0)
 
+    def saved(self, sinks):
+        """What a node saves besides its inputs and results. The CPU keeps the probability of sinks in place of ends."""
+        ends = None if sinks is None or is_on_cpu(sinks) else self._cu_seqlens_q
+        return *self.call.tensors(), ends
+
     @staticmethod
-    def forward(self, q, k, v, tensors):
-        out, lse, max_scores = flex.attend(self.call, *map(self._to, (q, k, v)), tensors)
-        return self._from(out), lse.squeeze(0) if self.is_packed else lse, max_scores, self.call.tensors()
+    def ends(self, tensors, saved):
+        return saved[-1]
+
+    @staticmethod
+    def forward(self, q, k, v, tensors, sinks, wants_probability):
+        of_rows = None if sinks is None else (sinks, self.shift, self._cu_seqlens_q)
+        out, lse, max_scores, probability = flex.attend(
+            self.call, *map(self._to, (q, k, v)), tensors, of_rows, wants_probability
+        )
+        if self.is_packed:
+            lse, probability = lse.squeeze(0), None if probability is None else probability.squeeze(0)
+        return self._from(out), lse, max_scores, self.saved(sinks), probability
 
     @staticmethod
     def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
@@ -113,10 +142,10 @@ class Mods:
             self.call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
             self._row(dlse), wanted, self.deterministic,
         )  # fmt: skip
-        return (*map(self._from, (dq, dk, dv)), *sums), softmax_d, None
+        return (*map(self._from, (dq, dk, dv)), *sums), softmax_d
 
 
-# ---- the epilogue and autograd --------------------------------------------------------------------------------------
+# ---- autograd -------------------------------------------------------------------------------------------------------
 
 
 def _kind(way):
@@ -133,10 +162,9 @@ class _Extended(torch.autograd.Function):
         """NOTE: without gradients Dynamo omits ctx if there are as many arguments as parameters. So these are few."""
         sinks, q, k, v, *tensors = inputs
         q, k, v = map(interface.maybe_contiguous, (q, k, v))
-        out, lse, max_scores, saved = _kind(way).forward(way, q, k, v, tensors)
-        if sinks is not None or _kind(way) is _Plain:
-            lse = add_sinks(out, lse, sinks, _shift_of(way))
-        _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved)
+        wants_probability = sinks is not None and (torch.compiler.is_compiling() or ctx.needs_input_grad[1])
+        out, lse, max_scores, saved, probability = _kind(way).forward(way, q, k, v, tensors, sinks, wants_probability)
+        _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved, probability)
         if max_scores is None:
             return out, lse
         ctx.mark_non_differentiable(max_scores)
@@ -148,12 +176,12 @@ class _Extended(torch.autograd.Function):
 
 
 class _Recorded(torch.autograd.Function):
-    """The node of a finished call. results: out, lse and what its way saves."""
+    """The node of a finished call. results: out, lse, what its way saves, and the probability of sinks or None."""
 
     @staticmethod
     def forward(ctx, way, results, sinks, q, k, v, *tensors):
-        out, lse, saved = results
-        _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved)
+        out, lse, saved, probability = results
+        _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved, probability)
         return out, lse
 
     @staticmethod
@@ -165,9 +193,9 @@ class _Recorded(torch.autograd.Function):
 record = super(torch.autograd.Function, _Recorded).apply
 
 
-def _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved):
+def _save(ctx, way, sinks, q, k, v, out, lse, tensors, saved, probability):
     ctx.way, ctx.num_tensors = way, len(tensors)
-    ctx.save_for_backward(sinks, q, k, v, out, lse, *tensors, *saved)
+    ctx.save_for_backward(sinks, q, k, v, out, lse, probability, *tensors, *saved)
     ctx.set_materialize_grads(False)
 
 
@@ -182,22 +210,21 @@ def _all_gradients(ctx, needed, dout, dlse):
 
 @torch.no_grad()
 def _gradients(ctx, needed, everything, dout, dlse):
-    sinks, q, k, v, out, lse, *rest = everything
+    sinks, q, k, v, out, lse, probability, *rest = everything
     for name, x in zip(("dout", "sinks", "q", "k", "v", "out", "softmax_lse"), (dout, *everything)):
         if x is not None:
             check_storage(name, x)
     tensors, saved = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
     wants_sinks, *wanted = needed
     dout = torch.zeros_like(out) if dout is None else dout
-    grads, softmax_d, cu_seqlens_q = [None] * len(wanted), None, None
+    grads, softmax_d = [None] * len(wanted), None
     if any(wanted):
-        grads, softmax_d, cu_seqlens_q = _kind(ctx.way).backward(
-            ctx.way, (q, k, v), tensors, saved, out, lse, dout, dlse, wanted
-        )
+        grads, softmax_d = _kind(ctx.way).backward(ctx.way, (q, k, v), tensors, saved, out, lse, dout, dlse, wanted)
     if not wants_sinks:
         return None, *grads
     softmax_d = softmax_d if k.numel() > 0 else None  # without keys the kernels may have written nothing
-    return gradient_of_sinks(sinks, out, lse, dout, dlse, softmax_d, _shift_of(ctx.way), cu_seqlens_q), *grads
+    ends = _kind(ctx.way).ends(ctx.way, tensors, saved)
+    return gradient_of_sinks(sinks, out, lse, dout, dlse, softmax_d, _shift_of(ctx.way), ends, probability), *grads
 
 
 # ---- arguments ----------------------------------------------------------------------------------------------------
@@ -227,6 +254,7 @@ def check_sinks(sinks, q):
     if sinks is None:
         return
     check_tensor("sinks", sinks)
+    check_layout_of_memory("sinks", sinks)
     if sinks.shape != q.shape[-2:-1]:
         raise RuntimeError(f"sinks must have the shape (num_heads,) = ({q.shape[-2]},); it has {tuple(sinks.shape)}")
     if not sinks.is_floating_point():
@@ -324,15 +352,16 @@ def _way_of_mods(
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
     given = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "attn_mask": attn_mask}
     names = _names_of((*tensors, *call.tensors()), given)
-    return Mods(call, is_packed, deterministic, names, shift), tensors
+    return Mods(call, is_packed, deterministic, names, shift, lengths[0] if is_packed else None), tensors
 
 
-def _in_a_graph(q, k, v, scale, lengths, has_window, score_mod, mask_mod, sinks, deterministic, wants_max):
+def _in_a_graph(q, k, v, scale, lengths, has_window, score_mod, mask_mod, sinks, shift, deterministic, wants_max):
     """The mods of a call that Dynamo traces: out, lse and max_scores."""
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k, v)]
+    of_rows = None if sinks is None else (sinks, shift, lengths[0] if is_packed else None)
     out, lse, max_scores = graph.attend_with_sinks(
-        *views, score_mod, mask_mod, scale, sinks, wants_max, deterministic, mods.BLOCK if has_window else 0
+        *views, score_mod, mask_mod, scale, of_rows, wants_max, deterministic, mods.BLOCK if has_window else 0
     )
     out = out.transpose(1, 2)
     return (out.squeeze(0), lse.squeeze(0), max_scores) if is_packed else (out, lse, max_scores)
@@ -356,6 +385,9 @@ def attend(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
         check_storage(name, x)
+    has_tangents = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    if has_tangents:
+        refuse_tangents((alibi_slopes,))
     if isinstance(alibi_slopes, torch.Tensor):
         check_storage("alibi_slopes", alibi_slopes)
         alibi_slopes = alibi_slopes.detach()  # the plain kernels have no gradient of slopes
@@ -366,8 +398,8 @@ def attend(
             q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
         )  # fmt: skip
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        refuse_tangents((q, k, v, attn_bias, attn_mask, sinks, alibi_slopes))
+    if has_tangents:
+        refuse_tangents((q, k, v, attn_bias, attn_mask, sinks))
     if lengths:
         lengths = *lengths[:2], *map(interface._as_int, lengths[2:], ("max_seqlen_q", "max_seqlen_k"))
     shape = _check(q, k, attn_bias, attn_mask, sinks, lengths)
@@ -383,6 +415,7 @@ def attend(
         "return_lse with gradients": return_lse and is_recorded,
         # an exported program gets its gradients from the op of flex_attention, which knows sinks and lse
         "torch.export": is_exporting() and block_table is None and not (dropout_p and not is_recorded),
+        "sinks in fp64": _has_fp64_sinks(q, sinks) and block_table is None and not dropout_p,
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
     max_scores = None
@@ -405,11 +438,10 @@ def attend(
         shift = None if shift is None else shift.float()
         of_rows = None if shift is None else shift.squeeze(0) if lengths else shift
         if torch.compiler.is_dynamo_compiling():
-            if sinks is not None and shift is not None:  # a gradient of sinks passes this
-                sinks = sinks[:, None] - of_rows
             out, lse, max_scores = _in_a_graph(
-                q, k, v, softmax_scale, lengths, places.has_window, *functions, sinks, deterministic, return_max_logits
-            )
+                q, k, v, softmax_scale, lengths, places.has_window, *functions, sinks, shift, deterministic,
+                return_max_logits,
+            )  # fmt: skip
         else:
             way, tensors = _way_of_mods(
                 q, k, softmax_scale, lengths, places, *functions, deterministic, alibi_slopes, attn_bias, attn_mask,
@@ -426,6 +458,13 @@ def attend(
     if return_max_logits:
         results.append(max_logits_of(max_scores))
     return tuple(results) if len(results) > 1 else out
+
+
+def _has_fp64_sinks(q, sinks):
+    """Plain ops leave sinks to a step behind them, which knows an lse in fp32 alone. torch.jit records no other ops."""
+    if sinks is None or q.dtype != torch.float64:
+        return False
+    return torch.compiler.is_compiling() or not torch._C._is_tracing()
 
 
 def _transformed(
@@ -464,9 +503,14 @@ def with_sinks(sinks, q, function, *arguments):
     """Returns ``(out, lse)`` of a function without gradients, with sinks. The function returns both."""
     check_tensor("q", q)
     check_sinks(sinks, q)
+    k_cache, v_cache, k, v = arguments[:4]
+    if not torch.compiler.is_compiling():
+        for name, cache, new in (("k_cache", k_cache, k), ("v_cache", v_cache, v)):
+            if new is not None and flash_attn_2_cuda.share_memory(cache, sinks):
+                raise RuntimeError(f"{name} is written and must not share memory with sinks, which is read")
     out, lse = function(q, *arguments)
     with torch.no_grad():
-        return out, add_sinks(out, lse, sinks)
+        return add_sinks(out, lse, sinks)[:2]
 
 
 def max_logits_of(max_scores):

@@ -381,9 +381,10 @@ def attend(
         shift = _shift_of_doubles(q, keys, lengths, attn_bias, sinks, places, window)
         if shift is None:
             return None
+    wants_probability = is_recorded and sinks is not None and sinks.requires_grad
     further = (
         _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
-        record,
+        record, wants_probability,
     )  # fmt: skip
     if is_packed:
         results = flash_attn_2_cuda.direct_varlen_mods(q, k, v, *lengths, *options, None, *further)
@@ -392,6 +393,7 @@ def attend(
     if results is None or record is None:
         return results
     out, lse, *rest = results
+    probability = rest.pop(0) if len(rest) > return_max_logits else None  # a GPU has none
     (*_, score_of, mask_of), score, mask, blocks, of_rows = record
     if is_recorded:
         score = None if score_of is None else score_of.bound(score)
@@ -399,29 +401,31 @@ def attend(
         call = flex.Call(softmax_scale, score, mask, blocks, return_max_logits)
         names = [] if score_of is None else [*score_of.names]
         names += [None] * (0 if blocks is None else len(LISTS)) + ([] if mask_of is None else mask_of.names)
-        way = _extended.Mods(call, is_packed, deterministic, names, of_rows)
+        way = _extended.Mods(call, is_packed, deterministic, names, of_rows, lengths[0] if is_packed else None)
         tensors = score[1] if score else ()
-        out, lse = _extended.record(way, (out, lse, call.tensors()), sinks, q, k, v, *tensors)
+        out, lse = _extended.record(way, (out, lse, way.saved(sinks), probability), sinks, q, k, v, *tensors)
     results = [out]
     if return_lse:
         lse = lse if of_rows is None else lse + (of_rows.squeeze(0) if is_packed else of_rows)
-        results.append(without_rows_behind(lse, lengths[0]) if is_packed and sinks is not None else lse)
+        has_rows_behind = is_packed and sinks is not None and not on_cpu  # the CPU knows them
+        results.append(without_rows_behind(lse, lengths[0]) if has_rows_behind else lse)
     return tuple(results + rest) if return_lse or rest else out
 
 
 def _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded):
     """The plain kernels: sinks, and an lse without a gradient."""
-    wants_lse = return_lse or is_recorded
+    wanted = return_lse or is_recorded, is_recorded and sinks.requires_grad
     if lengths:
-        found = flash_attn_2_cuda.direct_varlen_options(q, k, v, *lengths, *options, block_table, sinks, wants_lse)
+        found = flash_attn_2_cuda.direct_varlen_options(q, k, v, *lengths, *options, block_table, sinks, *wanted)
     else:
-        found = flash_attn_2_cuda.direct_options(q, k, v, *options, sinks, wants_lse)
+        found = flash_attn_2_cuda.direct_options(q, k, v, *options, sinks, *wanted)
     if found is None or not is_recorded:
         return found
-    out, lse = found
+    out, lse, *probability = found
     _, scale, causal, (left, right), softcap, alibi_slopes, deterministic, _ = options
     scale = float(_extended.interface._as_scale(scale, q))
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     way = lengths[2:], 0.0, (scale, causal, left, right, float(softcap)), deterministic
-    out, lse = _extended.record(way, (out, lse, (None,)), sinks, q, k, v, alibi_slopes, block_table, *lengths[:2])
+    results = out, lse, (None,), probability[0] if probability else None
+    out, lse = _extended.record(way, results, sinks, q, k, v, alibi_slopes, block_table, *lengths[:2])
     return (out, lse) if return_lse else out

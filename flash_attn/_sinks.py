@@ -1,67 +1,79 @@
-"""The epilogue of learned sinks, and its gradient. A sink is one more key of score ``sink`` and value 0.
+"""Learned sinks behind a call, and their gradient. A sink is one more key of score ``sink`` and value 0.
 
-out' = out exp(lse - lse'),  lse' = log(exp(lse) + exp(sink))
+out' = out / (1 + exp(sink - lse)),  lse' = log(exp(lse) + exp(sink))
 
-sinks has a number for each head. In graphs it may have one for each head and row: then a shift was subtracted. The
-gradient has the same shape. C computes both in eager mode (csrc/torch/options.c).
+Kernels add sinks where they end a row. Here lse, rounded to fp32, is all that is known of a row. sinks has a number for
+each head, and so has its gradient. C computes both in eager mode (csrc/torch/options.c).
 """
 
 import flash_attn_2_cuda
 import torch
 
 from flash_attn._dispatch import is_unseen
+from flash_attn._imagined import is_on_cpu
 
 INF = float("inf")
 
 
-def _of_rows(sinks, shift, lse):
-    of_heads = sinks.float() if sinks.dim() > 1 else sinks.float()[:, None]
-    return of_heads if shift is None else of_heads - shift.reshape(shift.shape[-lse.dim() :])
+def _wide(like):
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
-def add_sinks(out, lse, sinks, shift=None):
-    """Adds a key of the sink's score and value 0. out is written, and lse perhaps. Returns lse'.
+def add_sinks(out, lse, sinks, wants_probability=False):
+    """Adds a key of the sink's score and value 0. Returns out', lse', and of each row the sink's probability or None.
 
-    A row that saw no key keeps out 0. sinks None: only lse of such a row changes, from inf to -inf. shift: fp32
-    ``[b, h, rows]``, or 1 in place of a size, was subtracted from the scores of a row.
+    out and lse may be written, unless PyTorch watches ops: then they are results of an op, which a checkpoint may keep.
+    A row that saw no key keeps out 0. sinks None: only lse of such a row changes, from inf to -inf.
     """
-    if (sinks is None or sinks.dim() == 1) and is_unseen():
-        if flash_attn_2_cuda.add_sinks(out, lse, sinks, shift):
-            return lse
+    if is_unseen() and not torch._C._is_tracing() and not (wants_probability and is_on_cpu(out)):
+        if flash_attn_2_cuda.add_sinks(out, lse, sinks):
+            return out, lse, None
     lse = torch.where(lse == INF, -INF, lse)
     if sinks is None:
-        return lse
-    of_rows = _of_rows(sinks, shift, lse)
-    with_sink = torch.logaddexp(lse, of_rows)
-    weight = torch.where(lse == -INF, 0.0, torch.exp(lse - with_sink))
-    out.mul_(weight.transpose(-1, -2)[..., None].to(torch.promote_types(out.dtype, torch.float32)))
-    return with_sink
+        return out, lse, None
+    of_heads, of_keys = sinks.to(_wide(out))[:, None], lse.to(_wide(out))
+    above = of_heads - of_keys
+    share = torch.where(lse == -INF, 0.0, torch.sigmoid(-above)).transpose(-1, -2)[..., None]
+    with_sink = torch.logaddexp(of_keys, of_heads).float()
+    probability = torch.where(with_sink.isinf(), 0.0, torch.sigmoid(above)).float()
+    return (out * share).to(out.dtype), with_sink, probability
+
+
+def _are_used(cu_seqlens_q, rows):
+    return torch.arange(rows, device=cu_seqlens_q.device) < cu_seqlens_q[-1]
 
 
 def without_rows_behind(lse, cu_seqlens_q):
     """lse ``[h, rows]`` of packed sequences with sinks: rows that belong to no sequence have no sink, and get -inf."""
-    rows = torch.arange(lse.shape[-1], device=lse.device)
-    return torch.where(rows < cu_seqlens_q[-1], lse, -INF)
+    return torch.where(_are_used(cu_seqlens_q, lse.shape[-1]), lse, -INF)
 
 
-def gradient_of_sinks(sinks, out, lse, dout, dlse, softmax_d=None, shift=None, cu_seqlens_q=None):
-    """The sum over rows of ``exp(sink - lse') (dlse' - dout'.out')``.
+def gradient_of_sinks(
+    sinks, out, lse, dout, dlse, softmax_d=None, shift=None, cu_seqlens_q=None, probability=None
+):  # fmt: skip
+    """The sum over rows of the sink's probability times ``dlse' - dout'.out'``.
 
     softmax_d: ``dout'.out' - dlse'`` as the backward wrote it, perhaps with further rows; None: it was not computed.
-    shift: was subtracted from the scores of a row. Beside softmax_d rows behind the last of cu_seqlens_q do not count.
+    shift: fp32 ``[b, h, rows]``, or 1 in place of a size, was subtracted from the scores of a row. Rows behind the last
+    of cu_seqlens_q do not count. probability: None or empty if nobody kept it; then it is ``exp(sink - lse')``.
     """
-    if sinks.dim() == 1 and is_unseen():
-        delta, ends = (_delta(out, dout, dlse), None) if softmax_d is None else (softmax_d, cu_seqlens_q)
-        found = flash_attn_2_cuda.gradient_of_sinks(sinks, lse, delta, shift, ends)
+    if probability is not None and probability.numel() == 0:
+        probability = None
+    if is_unseen():
+        delta = _delta(out, dout, dlse).float() if softmax_d is None else softmax_d
+        found = flash_attn_2_cuda.gradient_of_sinks(sinks, lse, delta, shift, cu_seqlens_q, probability)
         if found is not None:
             return found
-    probability = torch.where(lse.isinf(), 0.0, torch.exp(_of_rows(sinks, shift, lse) - lse))
+    if probability is None:
+        of_rows = sinks.to(_wide(out))[:, None]
+        of_rows = of_rows if shift is None else of_rows - shift.reshape(shift.shape[-lse.dim() :])
+        probability = torch.where(lse.isinf(), 0.0, torch.exp(of_rows - lse))
+    if cu_seqlens_q is not None:
+        probability = torch.where(_are_used(cu_seqlens_q, lse.shape[-1]), probability, 0.0)
     rows = torch.where(probability == 0, 0.0, -probability * _delta(out, dout, dlse))
-    if sinks.dim() > 1:
-        return rows.sum_to_size(sinks.shape).to(sinks.dtype)
     return rows.sum([dim for dim in range(rows.dim()) if dim != rows.dim() - 2]).to(sinks.dtype)
 
 
 def _delta(out, dout, dlse):
-    delta = (dout.float() * out.float()).sum(-1).transpose(-1, -2)
+    delta = (dout.to(_wide(out)) * out.to(_wide(out))).sum(-1).transpose(-1, -2)
     return delta if dlse is None else delta - dlse

@@ -41,6 +41,7 @@ from flash_attn._calls import attend as _attend
 from flash_attn._calls import attend_extended as _attend_extended
 from flash_attn._calls import attend_with_cache as _attend_with_cache
 from flash_attn._flops import register as register_flops
+from flash_attn._kinds import check_kinds
 from flash_attn._ops import flash_attn_2_cuda, forget_own_kernels, register_once, round_multiple, warn_of_gradients
 from flash_attn._private_functions import (
     FlashAttnFunc,
@@ -587,7 +588,7 @@ def flash_attn_with_kvcache(
             results = _direct.direct_kvcache_options(
                 q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
                 block_table, alibi_slopes, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
-                sinks, return_softmax_lse,
+                sinks, return_softmax_lse, False,
             )  # fmt: skip
             if results is not None:
                 return results
@@ -600,6 +601,8 @@ def flash_attn_with_kvcache(
             return (out, softmax_lse) if return_softmax_lse else out
         from flash_attn._extended import with_sinks
 
+        if return_softmax_lse is not True and return_softmax_lse is not False:
+            check_kinds({"return_softmax_lse": return_softmax_lse})
         out, softmax_lse = with_sinks(
             sinks, q, flash_attn_with_kvcache, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens,
             cache_batch_idx, cache_leftpad, block_table, softmax_scale, causal, window_size, softcap,

@@ -25,6 +25,7 @@
 #include "bias.h"
 #include "decode_patches.h"
 #include "elementwise.h"
+#include "sinks.h"
 
 /* ---- softmax ---- */
 
@@ -245,12 +246,19 @@ static void combine_row(const decode_job *job, const fa_sequence *s, int64_t hea
             vec_store(o + c, vec_fma(vec_load(x + row * job->columns + c), weight, vec_load(o + c)));
     }
     const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
-    *fa_row_stat(&p->lse, s, i, head) = is_empty ? p->empty_lse : (float)(largest * LN_2 + log(sum));
+    const float v_descale = p->dtype == FA_E4M3 ? fa_descale_of(&p->v_descale, s->b_idx, head / g) : 1.0f;
+    float factor = is_empty ? 0.0f : v_descale / sum;
+    if (fa_has_sink(p, s, i)) {
+        const double sink = fa_sink_of_row(p, s, i, head), in_log2 = sink_in_log2(sink, largest, true);
+        const fa_row_end end = fa_end_row(largest * LN_2, sum, sink, (in_log2 - (double)largest) * LN_2);
+        fa_store_row_end(p, s, i, head, &end);
+        factor = v_descale * (float)end.factor;
+    } else {
+        fa_store_lse(p, s, i, head, is_empty ? p->empty_lse : (float)(largest * LN_2 + log(sum)));
+    }
     if (is_empty) memset(o, 0, sizeof o); /* 0 times inf has left NaN */
     const fa_dtype dtype = fa_output_dtype(p->dtype);
-    const float v_descale = p->dtype == FA_E4M3 ? fa_descale_of(&p->v_descale, s->b_idx, head / g) : 1.0f;
-    unpack_row((char *)p->o.data + fa_query_offset(&p->o, s, i, head) * DTYPE_BYTES(dtype), p->d_v, o,
-               is_empty ? 0.0f : v_descale / sum, dtype);
+    unpack_row((char *)p->o.data + fa_query_offset(&p->o, s, i, head) * DTYPE_BYTES(dtype), p->d_v, o, factor, dtype);
 }
 
 static void run_combine_tasks(int64_t begin, int64_t end, void *ctx) {

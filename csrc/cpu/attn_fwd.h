@@ -32,6 +32,7 @@
 #include "lanes.h"
 #include "nonfinite.h"
 #include "pack.h"
+#include "sinks.h"
 
 /* Where tile unit and vectors overlap, there are two buffers of S^T and two of P. A buffer of P is half as large. */
 #define SCORE_BUFFERS (PRODUCT_OVERLAPS ? 3 : 1)
@@ -563,6 +564,18 @@ static void step_tiles(fwd_task *t) {
 
 /* ---- close a tile ---- */
 
+/* The row of a lane ends with its sink. Returns the factor of O^T. */
+static double end_row_with_sink(const fwd_task *t, const fa_fwd_tile *tile, int lane) {
+    const fa_problem *p = t->p;
+    const float largest = tile->row_max[lane];
+    const double sink = fa_sink_of_row(p, &t->s, tile->row[lane], tile->head[lane]);
+    const bool is_rounded = p->softcap > 0 || p->alibi_slopes || fa_flex_of(p) || !(t->scale > 0);
+    const double above = (sink_in_log2(sink, largest, is_rounded) - (double)largest) * LN_2;
+    const fa_row_end end = fa_end_row(largest * LN_2, tile->row_sum[lane], sink, above);
+    fa_store_row_end(p, &t->s, tile->row[lane], tile->head[lane], &end);
+    return end.factor;
+}
+
 static void close_tile(const fwd_task *t, int i) {
     const fa_problem *p = t->p;
     const fa_fwd_layout *l = &t->job->layout;
@@ -577,8 +590,11 @@ static void close_tile(const fwd_task *t, int i) {
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const float sum = tile->row_sum[lane];
         const bool is_empty = sum == 0.0f; /* no key, or only scores of -inf: a finite score adds 1 or more */
-        *fa_row_stat(&p->lse, &t->s, tile->row[lane], tile->head[lane]) =
-            is_empty ? p->empty_lse : (float)(tile->row_max[lane] * LN_2 + log(sum));
+        if (fa_has_sink(p, &t->s, tile->row[lane]))
+            factor[lane] = kept * (float)end_row_with_sink(t, tile, lane);
+        else
+            fa_store_lse(p, &t->s, tile->row[lane], tile->head[lane],
+                         is_empty ? p->empty_lse : (float)(tile->row_max[lane] * LN_2 + log(sum)));
         if (fa_flex_of(p) && fa_flex_of(p)->max_scores.data) {
             const bool has_nan = isnan(sum) && tile->max_score[lane] < INFINITY; /* a maximum passes over NaN */
             *fa_row_stat(&fa_flex_of(p)->max_scores, &t->s, tile->row[lane], tile->head[lane]) =

@@ -165,6 +165,14 @@ INLINE vec_mask max_outgrown(vec m, vec high, vec sum) {
  * visibly. */
 #define FUSED_SCORES_MAX 0x1p24f
 
+/* The sink beside a row whose largest score is `largest`, in units of log2. It is rounded as the scores are. So a sink
+ * that equals a score in natural units equals it here. is_rounded: scores are stored in these units. */
+static inline double sink_in_log2(double sink, float largest, bool is_rounded) {
+    if (WORD_ELEMS == 1 || is_rounded || fabsf(largest) > FUSED_SCORES_MAX)
+        return (double)((float)sink * (float)LOG2_E);
+    return sink * (double)(float)LOG2_E;
+}
+
 /* The number of keys between two calls of product_advance, where products overlap the softmax. */
 #define SOFTMAX_KEYS 16
 

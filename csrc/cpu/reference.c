@@ -4,7 +4,7 @@
  *   s_ij -= slope |i + len_kv - len_q - j|      ALiBi
  *   p_ij = exp(s_ij) / sum_j exp(s_ij)          over the keys that row i sees, and no others
  *   o_i  = sum_j z_ij p_ij v_j                  z = 1 / (1 - dropout_p) where kept, 0 where dropped; else 1
- *   lse_i = ln sum_j exp(s_ij)
+ *   lse_i = ln sum_j exp(s_ij)                  a sink is one more key of the row, whose v is 0
  *
  *   delta_i = dout_i.o_i                        softmax_d
  *   ds_ij = p_ij (z_ij dout_i.v_j - delta_i)    with softcap also times 1 - tanh^2
@@ -101,9 +101,8 @@ static void forward_row(const head_view *a, int64_t i) {
     }
     bool is_empty = sum == 0; /* no key, or no key with a score above -inf */
     if (is_empty) memset(o, 0, sizeof o);
-    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 1 : a->v_descale / sum, p->d_v,
-              fa_output_dtype(p->dtype));
-    *fa_row_stat(&p->lse, &a->s, i, a->head) = is_empty ? p->empty_lse : (float)(largest + log(sum));
+    const double factor = end_row(a, i, largest, sum);
+    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, factor, p->d_v, fa_output_dtype(p->dtype));
 }
 
 static void forward_heads(int64_t begin, int64_t end, void *ctx) {

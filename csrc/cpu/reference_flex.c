@@ -131,10 +131,8 @@ static void forward_row(const flex_head *x, int64_t i) {
         load_value(v, a, j);
         add_scaled(o, weight, v, p->d_v);
     }
-    const bool is_empty = sum == 0;
-    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, is_empty ? 1 : a->v_descale / sum, p->d_v,
-              fa_output_dtype(p->dtype));
-    *fa_row_stat(&p->lse, &a->s, i, a->head) = is_empty ? p->empty_lse : (float)(largest + log(sum));
+    const double factor = end_row(a, i, largest, sum);
+    store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, factor, p->d_v, fa_output_dtype(p->dtype));
     if (p->flex->max_scores.data) {
         const bool has_nan = isnan(sum) && largest < INFINITY; /* no comparison is true of NaN */
         *fa_row_stat(&p->flex->max_scores, &a->s, i, a->head) = (float)(has_nan ? sum : largest);

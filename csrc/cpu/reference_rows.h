@@ -5,6 +5,7 @@
 #include "convert.h"
 #include "dropout.h"
 #include "sequence.h"
+#include "sinks.h"
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -112,5 +113,19 @@ static inline double in_range(const fa_problem *p, double s) {
 
 /* exp(s - largest). If largest is -inf, the subtraction would give NaN, so s is used alone. */
 static inline double weight_of(double s, double largest) { return exp(largest == -INFINITY ? s : s - largest); }
+
+/* Stores lse, and what else a row of a forward has besides o. Returns the factor of the sum that becomes o. sum: of
+ * weight_of over the keys; 0: there is no key, or no key with a score above -inf. */
+static inline double end_row(const head_view *a, int64_t i, double largest, double sum) {
+    const fa_problem *p = a->p;
+    if (fa_has_sink(p, &a->s, i)) {
+        const double sink = in_range(p, fa_sink_of_row(p, &a->s, i, a->head));
+        const fa_row_end end = fa_end_row(largest, sum, sink, sink - largest);
+        fa_store_row_end(p, &a->s, i, a->head, &end);
+        return end.factor * a->v_descale;
+    }
+    fa_store_lse(p, &a->s, i, a->head, sum == 0 ? p->empty_lse : (float)(largest + log(sum)));
+    return sum == 0 ? 1 : a->v_descale / sum;
+}
 
 #endif

@@ -45,7 +45,10 @@ static void fill_unowned_rows(const fa_problem *p, bool zero_tensors) {
         const int64_t end = p->cu_seqlens_q[p->b];
         if (zero_tensors) zero_rows(p, backward ? &p->dq : &p->o, end, p->total_q, p->h, backward ? p->d : p->d_v);
         for (int64_t head = 0; head < p->h && !backward; head++)
-            for (int64_t row = end; row < p->total_q; row++) p->lse.data[head * p->lse.stride_h + row] = -INFINITY;
+            for (int64_t row = end; row < p->total_q; row++) {
+                p->lse.data[head * p->lse.stride_h + row] = -INFINITY;
+                if (p->sink_probability.data) p->sink_probability.data[head * p->sink_probability.stride_h + row] = 0;
+            }
     }
     if (p->cu_seqlens_k && backward && zero_tensors) {
         const int64_t end = p->cu_seqlens_k[p->b];

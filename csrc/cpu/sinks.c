@@ -1,16 +1,13 @@
 #include "sinks.h"
 
-#include <math.h>
-
-#include "element.h"
-
 static float *at_row(const fa_sink_rows *x, int64_t b, int64_t h, int64_t row) {
     return x->data + b * x->stride_b + h * x->stride_h + row * x->stride_row;
 }
 
 /* The sink beside the scores of a row. */
 static double sink_of_row(const fa_sinks *s, int64_t b, int64_t h, int64_t row) {
-    const double sink = (double)(float)fa_element(s->sinks.data, s->sinks.dtype, h * s->sinks.stride);
+    double sink = fa_element(s->sinks.data, s->sinks.dtype, h * s->sinks.stride);
+    if (s->dtype != FA_F64) sink = (double)(float)sink;
     return s->shift.data ? sink - (double)*at_row(&s->shift, b, h, row) : sink;
 }
 
@@ -39,12 +36,6 @@ static scale_row *scale_of(fa_dtype dtype) {
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-static double log_of_sum(double a, double b) {
-    const double high = a > b ? a : b, low = a > b ? b : a;
-    if (isnan(a) || isnan(b)) return a + b;
-    return isinf(high) ? high : high + log1p(exp(low - high));
-}
-
 static void add_to_rows(int64_t begin, int64_t end, void *ctx) {
     const fa_sinks *s = ctx;
     scale_row *scale = scale_of(s->dtype);
@@ -54,10 +45,11 @@ static void add_to_rows(int64_t begin, int64_t end, void *ctx) {
             float *lse = at_row(&s->lse, b, h, row);
             if (*lse == INFINITY) *lse = -INFINITY;
             if (!s->sinks.data) continue;
-            const float before = *lse, after = (float)log_of_sum((double)before, sink_of_row(s, b, h, row));
+            const double before = (double)*lse, sink = sink_of_row(s, b, h, row);
+            const fa_row_end end = fa_end_row(before, before == -INFINITY ? 0 : 1, sink, sink - before);
             const int64_t place = b * s->out.stride_b + h * s->out.stride_h + row * s->out.stride_row;
-            *lse = after;
-            if (before != -INFINITY) scale(s->out.data, place, s->d, (double)expf(before - after));
+            *lse = (float)end.lse;
+            if (before != -INFINITY) scale(s->out.data, place, s->d, end.factor);
         }
 }
 
@@ -67,6 +59,12 @@ bool fa_cpu_add_sinks(const fa_sinks *s, const fa_pool *pool) {
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 
+static double probability_of(const fa_sinks *s, int64_t b, int64_t h, int64_t row) {
+    if (s->probability.data) return (double)*at_row(&s->probability, b, h, row);
+    const double lse = (double)*at_row(&s->lse, b, h, row);
+    return isinf(lse) ? 0 : exp(sink_of_row(s, b, h, row) - lse);
+}
+
 static void add_up_heads(int64_t begin, int64_t end, void *ctx) {
     const fa_sinks *s = ctx;
     const int64_t rows = used_rows(s);
@@ -74,8 +72,7 @@ static void add_up_heads(int64_t begin, int64_t end, void *ctx) {
         double sum = 0;
         for (int64_t b = 0; b < s->b; b++)
             for (int64_t row = 0; row < rows; row++) {
-                const double lse = (double)*at_row(&s->lse, b, h, row);
-                const double probability = isinf(lse) ? 0 : exp(sink_of_row(s, b, h, row) - lse);
+                const double probability = probability_of(s, b, h, row);
                 if (probability != 0) sum -= probability * (double)*at_row(&s->delta, b, h, row);
             }
         fa_set_element(s->gradient, s->sinks.dtype, h, sum);

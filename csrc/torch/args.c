@@ -471,7 +471,8 @@ static fa_status check_apart(const fa_call *c, fa_error *err) {
                                &c->block_table,
                                fp8 ? &c->q_descale : NULL,
                                fp8 ? &c->k_descale : NULL,
-                               fp8 ? &c->v_descale : NULL};
+                               fp8 ? &c->v_descale : NULL,
+                               &c->sinks_tensor};
     for (int i = written_tensors(c, written) - 1; i >= 0; i--) {
         for (int j = 0; j < i; j++)
             REQUIRE(!share_memory(written[i], written[j]) ||

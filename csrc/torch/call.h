@@ -35,6 +35,8 @@ typedef struct {
     /* Of the options of flash_attn_func (options.c). */
     bool has_options; /* a row without keys has the lse -inf */
     fa_sink_values sinks;
+    bool wants_sink_probability; /* on the CPU it is a result behind lse */
+    fa_tensor sinks_tensor;      /* of sinks, for checks; or absent */
 
     /* Of torch's own ops (sdpa.c). */
     fa_tensor attn_bias;                /* [b, h, len_q, len_kv], where 1 may stand for a size */

@@ -29,23 +29,28 @@
     X(flash_attn_varlen_backward, OF_THE_OP, "softmax_d", PACKED_GRADS, PACKED_GRADS, false, FA_GRADIENTS_IGNORED)
 
 /* The same calls with mods: arguments of the op, then those of fa_flex_execute. */
-#define MODS     ", kind_of, attn_bias, attn_mask, sinks, places, blocks, wants_max, on_cpu, least, given_shift, record"
-#define WITH_MAX "out, softmax_lse if there is a record, and max_logits if wanted"
-#define NUM_MODS 11
+#define MODS                                                                                                  \
+    ", kind_of, attn_bias, attn_mask, sinks, places, blocks, wants_max, on_cpu, least, given_shift, record, " \
+    "wants_probability"
+#define WITH_MAX "out, softmax_lse if there is a record, the probability of sinks and max_logits if wanted"
+#define NUM_MODS 12
 
 /* The same calls with options: arguments of the op, then those of fa_execute_with_options. */
-#define OPTIONS_TOO ", sinks, wants_lse"
-#define MAYBE_LSE   "out, or (out, softmax_lse) if wanted"
-#define NUM_OPTIONS 2
+#define OPTIONS_TOO ", sinks, wants_lse, wants_probability"
+#define MAYBE_LSE   "out, or (out, softmax_lse) if wanted, with the probability of sinks if wanted"
+#define ALL_RESULTS "the op's results, with the probability of sinks behind softmax_lse if wanted"
+#define NUM_OPTIONS 3
 
 #define WITH_MODS(X)                                                                        \
     X(mods, DENSE_ARGUMENTS MODS, WITH_MAX, "_forward", DENSE, false, FA_GRADIENTS_IGNORED) \
     X(varlen_mods, VARLEN MODS, WITH_MAX, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED)
 
-#define WITH_OPTIONS(X)                                                                                      \
-    X(options, DENSE_ARGUMENTS OPTIONS_TOO, MAYBE_LSE, "_forward", DENSE, false, FA_GRADIENTS_IGNORED)       \
-    X(varlen_options, VARLEN OPTIONS_TOO, MAYBE_LSE, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED) \
-    X(kvcache_options, KVCACHE OPTIONS_TOO, MAYBE_LSE, "fwd_kvcache", "fwd_kvcache", false, FA_GRADIENTS_OF_THE_OP)
+#define WITH_OPTIONS(X)                                                                                             \
+    X(options, DENSE_ARGUMENTS OPTIONS_TOO, MAYBE_LSE, "_forward", DENSE, false, FA_GRADIENTS_IGNORED)              \
+    X(varlen_options, VARLEN OPTIONS_TOO, MAYBE_LSE, "_varlen_forward", PACKED, false, FA_GRADIENTS_IGNORED)        \
+    X(kvcache_options, KVCACHE OPTIONS_TOO, MAYBE_LSE, "fwd_kvcache", "fwd_kvcache", false, FA_GRADIENTS_OF_THE_OP) \
+    X(forward_options, OF_THE_OP OPTIONS_TOO, ALL_RESULTS, DENSE, DENSE, false, FA_GRADIENTS_IGNORED)               \
+    X(varlen_forward_options, OF_THE_OP OPTIONS_TOO, ALL_RESULTS, PACKED, PACKED, false, FA_GRADIENTS_IGNORED)
 
 /* clang-format off */
 #define FUNCTION_WITH_MODS(name, arguments, results, op, instead_of, only_out, gradients)     \

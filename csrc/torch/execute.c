@@ -7,7 +7,6 @@
 #include "autograd.h"
 #include "check.h"
 #include "cpu/run.h"
-#include "cpu/sinks.h"
 #include "gpu/memory.h"
 #include "gpu/run.h"
 #include "machine.h"
@@ -31,31 +30,10 @@ static size_t workspace_bytes(const fa_problem *problem, const fa_plan *plan, bo
     return (bytes + 255) / 256 * 256 + sizeof(float) * (size_t)(problem->h * problem->total_q);
 }
 
-/* The kernels of the CPU leave sinks to a step behind them. */
-static fa_status add_sinks_on_cpu(const fa_problem *p, fa_error *err) {
-    const bool is_packed = p->cu_seqlens_q != NULL;
-    const fa_sinks sinks = {
-        .dtype = p->dtype,
-        .b = is_packed ? 1 : p->b,
-        .h = p->h,
-        .rows = is_packed ? p->total_q : p->len_q,
-        .d = p->d_v,
-        .sinks = p->sinks,
-        .out = p->o,
-        .lse = {p->lse.data, p->lse.stride_b, p->lse.stride_h, p->lse.stride_row ? p->lse.stride_row : 1},
-        .shift = p->sink_shift,
-        .end = is_packed ? p->cu_seqlens_q + p->b : NULL,
-    };
-    return fa_cpu_add_sinks(&sinks, &torch_pool)
-               ? FA_OK
-               : fa_fail(err, FA_ENOMEM, "torch could not start the threads of sinks");
-}
-
 static fa_status run(const fa_problem *problem, const fa_plan *plan, bool zero_tensors, void *workspace,
                      fa_error *err) {
     if (problem->device == FA_CUDA) return fa_cuda_run(problem, plan, zero_tensors, workspace, err);
-    const fa_status status = fa_cpu_run_call(problem, plan, zero_tensors, workspace, &torch_pool, err);
-    return status == FA_OK && problem->sinks.data ? add_sinks_on_cpu(problem, err) : status;
+    return fa_cpu_run_call(problem, plan, zero_tensors, workspace, &torch_pool, err);
 }
 
 /* Runs a plan in `bytes` of memory. An LSE that nobody asked for lies behind the plan's workspace. */

@@ -33,8 +33,8 @@ enum { Q_OFFSET, KV_LEN, BLOCK_TABLE, NUM_PLACES };
 typedef struct {
     PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
     PyObject *scale, *plain, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
-    PyObject *sequences;
-    fa_flex_tensor tensors[12], lists[NUM_LISTS], places[NUM_PLACES], of_sinks[2];
+    PyObject *sequences, *sinks;
+    fa_flex_tensor tensors[13], lists[NUM_LISTS], places[NUM_PLACES], of_sinks[3];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
     /* Of a call that makes its results: */
@@ -386,6 +386,17 @@ static fa_status read_plain(flex_call *c, fa_error *err) {
 
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
+static fa_status read_sinks(flex_call *c, fa_error *err) {
+    PyObject *of[4];
+    if (!c->sinks || c->sinks == Py_None) return FA_OK;
+    REQUIRE(PyTuple_Check(c->sinks) && PyTuple_Size(c->sinks) == 4,
+            "sinks must be None or sinks, shift, cu_seqlens_q and probability");
+    for (int i = 0; i < 4; i++) of[i] = PyTuple_GetItem(c->sinks, i);
+    const fa_sinks_of_call of_call = {of[0], of[1], of[2]};
+    TRY(fa_read_sinks(&of_call, &c->tensors[0].t, c->of_sinks, &c->problem, err));
+    return read_stats(c, 12, of[3], "the probability of sinks", &c->problem.sink_probability, err);
+}
+
 static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     fa_status status = FA_OK;
     TRY(read_tensors(c, pass, err));
@@ -400,6 +411,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     TRY(read_blocks(c, err));
     if (c->makes_results && c->plain != Py_None) drop_blocks(c);
     TRY(check_sequences(c, &c->problem, err));
+    TRY(read_sinks(c, err));
     if (pass == FA_BWD) {
         TRY(read_gradients(c, err));
         c->problem.deterministic = PyObject_IsTrue(c->deterministic) == 1;
@@ -435,6 +447,7 @@ static void leave_to_mods(fa_problem *p) {
     p->alibi_slopes = NULL;
     p->empty_lse = -INFINITY;
     if (!p->cu_seqlens_q) return;
+    if (p->device == FA_CPU) p->sink_end = p->cu_seqlens_q + p->b;
     p->cu_seqlens_q = p->cu_seqlens_k = NULL;
     p->b = 1, p->len_q = p->total_q, p->len_kv = p->total_kv;
     p->cache_rows = 1;
@@ -457,8 +470,8 @@ static fa_status find_max_logits(const flex_call *c, const fa_tensor *q, fa_outp
     return FA_OK;
 }
 
-static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, const fa_call *call, fa_outputs *outputs,
-                                   fa_error *err) {
+static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, bool wants_probability, const fa_call *call,
+                                   fa_outputs *outputs, fa_error *err) {
     fa_problem *p = &c->problem;
     fa_call own = *call;
     fa_status status = FA_OK;
@@ -470,10 +483,12 @@ static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, const fa_cal
     c->blocks = m->made_blocks;
     if (!read_program(c, 0, m->score, &c->flex.score) || !read_program(c, 1, m->mask, &c->flex.mask)) return FA_EINVAL;
     own.only_out = m->record == Py_None;
+    own.wants_sink_probability = m->sinks != Py_None && !own.only_out && wants_probability;
     TRY(fa_make_outputs(&own, false, p, outputs, err));
     leave_to_mods(p);
     PyObject *shift = m->of_rows && (c->wants_max || m->sinks != Py_None) ? m->of_rows : Py_None;
-    TRY(fa_read_sinks(m->sinks, shift, &call->q, c->of_sinks, p, err));
+    const fa_sinks_of_call of_call = {m->sinks, shift, Py_None};
+    TRY(fa_read_sinks(&of_call, &call->q, c->of_sinks, p, err));
     TRY(read_blocks(c, err));
     if (c->wants_max) {
         const int64_t size[] = {p->b, p->h, p->len_q}, rows = p->len_q > 1 ? p->len_q : 1,
@@ -500,7 +515,7 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outp
                         .given_shift = further[9],
                         .record = further[10]};
     flex_call c = {.wants_max = further[6] == Py_True};
-    const fa_status status = execute_with_mods(&c, &m, call, outputs, err);
+    const fa_status status = execute_with_mods(&c, &m, further[11] == Py_True, call, outputs, err);
     for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
     fa_drop_option_mods(&m);
     if (status == FA_OK) return FA_OK;
@@ -552,8 +567,8 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
 PyObject *fa_flex_forward(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {0};
-    return PyArg_UnpackTuple(args, "flex_forward", 12, 12, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
-                             &c.plain, &c.score, &c.mask, &c.blocks, &c.sequences)
+    return PyArg_UnpackTuple(args, "flex_forward", 12, 13, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
+                             &c.plain, &c.score, &c.mask, &c.blocks, &c.sequences, &c.sinks)
                ? finish(&c, FA_FWD)
                : NULL;
 }

@@ -10,7 +10,11 @@
  * holds None or a tensor for each of the derivative's tensors. Tensors that are not wanted are None.
  *
  * sequences is None or (q_offset, kv_len, block_table, whether the rows of the block mask count from q_offset), where
- * tensors may be None. With a block table k and v are [num_pages, h_kv, page_size, d]. */
+ * tensors may be None. With a block table k and v are [num_pages, h_kv, page_size, d].
+ *
+ * sinks of a forward is None or (sinks, shift, cu_seqlens_q, probability), each of which but sinks may be None. The
+ * shift was subtracted from the scores, rows behind the last of cu_seqlens_q have no sink, and probability [b, h, rows]
+ * is written, on the CPU. */
 #ifndef FA_TORCH_FLEX_ATTEND_H
 #define FA_TORCH_FLEX_ATTEND_H
 
@@ -21,8 +25,9 @@
 
 /* Executes a forward of the plain ops (direct.h), whose window, softcap, slopes and places of packed sequences mods
  * compute (option_mods.h). further: kind_of, attn_bias, attn_mask, sinks, places, blocks, whether the largest score of
- * each head is wanted, a third result [h], on_cpu, least, given_shift, and record. With packed sequences the mods see
- * one batch, whose rows and keys are those of the tensors. */
+ * each head is wanted, a result [h], on_cpu, least, given_shift, record, and whether the probability of sinks is
+ * wanted, which the CPU returns behind lse. With packed sequences the mods see one batch, whose rows and keys are those
+ * of the tensors. */
 fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err);
 
 PyObject *fa_flex_forward(PyObject *self, PyObject *args);

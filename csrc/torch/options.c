@@ -13,6 +13,7 @@
 #include "gpu/bias_shift.h"
 #include "gpu/max_logits.h"
 #include "gpu/sinks.h"
+#include "overlap.h"
 #include "python_tensors.h"
 
 static bool torch_parallel_for(int64_t n, fa_range_fn *fn, void *ctx) {
@@ -49,6 +50,14 @@ static fa_status read_values(const fa_tensor *t, int64_t h, fa_sink_values *valu
     return FA_OK;
 }
 
+static fa_status read_ends(const fa_tensor *t, const int32_t **end, fa_error *err) {
+    if (!present(t)) return FA_OK;
+    REQUIRE(t->dtype == fa_torch.i32 && t->ndim == 1 && t->size[0] >= 1 && contiguous(t),
+            "cu_seqlens_q must be running sums");
+    *end = (const int32_t *)t->data + (t->size[0] - 1);
+    return FA_OK;
+}
+
 /* Reads [b, h, rows], or [h, rows] of packed sequences. There may be rows behind the call's. With repeats 1 stands for
  * any size. */
 static fa_status read_rows(const int64_t of_call[3], const fa_tensor *t, bool repeats, fa_sink_rows *rows,
@@ -67,13 +76,15 @@ static fa_status read_rows(const int64_t of_call[3], const fa_tensor *t, bool re
     return FA_OK;
 }
 
-fa_status fa_read_sinks(PyObject *sinks, PyObject *shift, const fa_tensor *q, fa_flex_tensor tensors[2], fa_problem *p,
+fa_status fa_read_sinks(const fa_sinks_of_call *of, const fa_tensor *q, fa_flex_tensor tensors[3], fa_problem *p,
                         fa_error *err) {
     const int64_t of_call[] = {p->cu_seqlens_q ? 1 : p->b, p->h, p->cu_seqlens_q ? p->total_q : p->len_q};
-    TRY(read_beside(q, sinks, "sinks", &tensors[0], err));
-    TRY(read_beside(q, shift, "the shift", &tensors[1], err));
+    TRY(read_beside(q, of->sinks, "sinks", &tensors[0], err));
+    TRY(read_beside(q, of->shift, "the shift", &tensors[1], err));
+    TRY(read_beside(q, of->ends, "cu_seqlens_q", &tensors[2], err));
     TRY(read_values(&tensors[0].t, p->h, &p->sinks, err));
-    return read_rows(of_call, &tensors[1].t, true, &p->sink_shift, err);
+    TRY(read_rows(of_call, &tensors[1].t, true, &p->sink_shift, err));
+    return p->device == FA_CPU ? read_ends(&tensors[2].t, &p->sink_end, err) : FA_OK;
 }
 
 fa_status fa_execute_with_options(const fa_call *call, PyObject *const *options, fa_outputs *outputs, fa_error *err) {
@@ -85,7 +96,9 @@ fa_status fa_execute_with_options(const fa_call *call, PyObject *const *options,
     REQUIRE(options[0] == Py_None || fa_is_plain(options[0]), "sinks must be a torch.Tensor");
     TRY(read_beside(q, options[0], "sinks", &sinks, err));
     TRY(read_values(&sinks.t, q->size[q->ndim - 2], &own.sinks, err));
+    own.sinks_tensor = sinks.t;
     own.has_options = true, own.only_out = options[1] != Py_True;
+    own.wants_sink_probability = present(&sinks.t) && options[2] == Py_True;
     Py_BEGIN_ALLOW_THREADS status = fa_execute(&own, outputs, err);
     Py_END_ALLOW_THREADS return status;
 }
@@ -93,7 +106,7 @@ fa_status fa_execute_with_options(const fa_call *call, PyObject *const *options,
 /* ---- sinks behind a call ----------------------------------------------------------------------------------------- */
 
 typedef struct {
-    fa_flex_tensor sinks, out, lse, delta, shift, ends;
+    fa_flex_tensor sinks, out, lse, delta, shift, ends, probability;
     fa_sinks s;
 } sinks_call;
 
@@ -102,7 +115,6 @@ static fa_status read_forward(sinks_call *c, PyObject *const *objects, fa_error 
     TRY(fa_flex_read_tensor(objects[0], "out", &c->out, err));
     TRY(read_beside(o, objects[1], "softmax_lse", &c->lse, err));
     TRY(read_beside(o, objects[2], "sinks", &c->sinks, err));
-    TRY(read_beside(o, objects[3], "the shift", &c->shift, err));
     REQUIRE(present(o) && present(lse) && is_floating(o) && (o->ndim == 3 || o->ndim == 4) &&
                 (last_dim_contiguous(o) || is_empty(o)),
             "out must be floating, with heads and contiguous rows");
@@ -118,17 +130,16 @@ static fa_status read_forward(sinks_call *c, PyObject *const *objects, fa_error 
     REQUIRE(lse->ndim == o->ndim - 1 && lse->size[lse->ndim - 1] == c->s.rows, "softmax_lse must have the rows of out");
     TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, lse, false, &c->s.lse, err));
     REQUIRE(c->s.lse.stride_row > 0 || c->s.rows <= 1, "softmax_lse must have memory for each row");
-    TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, &c->shift.t, true, &c->s.shift, err));
     return read_values(&c->sinks.t, c->s.h, &c->s.sinks, err);
 }
 
 static PyObject *add_sinks(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *objects[4] = {NULL, NULL, NULL, Py_None};
+    PyObject *objects[3];
     sinks_call c = {.s = {.b = 0}};
     fa_error err = {""};
     bool done = false;
-    if (!PyArg_UnpackTuple(args, "add_sinks", 3, 4, &objects[0], &objects[1], &objects[2], &objects[3])) return NULL;
+    if (!PyArg_UnpackTuple(args, "add_sinks", 3, 3, &objects[0], &objects[1], &objects[2])) return NULL;
     fa_status status = read_forward(&c, objects, &err);
     const bool on_gpu = status == FA_OK && is_on_gpu(&c.out.t);
     if (on_gpu && c.s.dtype == FA_F64) Py_RETURN_NONE;
@@ -141,13 +152,14 @@ static PyObject *add_sinks(PyObject *self, PyObject *args) {
 }
 
 static fa_status read_backward(sinks_call *c, PyObject *const *objects, fa_error *err) {
-    const fa_tensor *lse = &c->lse.t, *ends = &c->ends.t;
+    const fa_tensor *lse = &c->lse.t;
     TRY(fa_flex_read_tensor(objects[1], "softmax_lse", &c->lse, err));
     REQUIRE(present(lse) && (lse->ndim == 2 || lse->ndim == 3), "softmax_lse must have heads and rows");
     TRY(read_beside(lse, objects[0], "sinks", &c->sinks, err));
     TRY(read_beside(lse, objects[2], "softmax_d", &c->delta, err));
     TRY(read_beside(lse, objects[3], "the shift", &c->shift, err));
     TRY(read_beside(lse, objects[4], "cu_seqlens_q", &c->ends, err));
+    TRY(read_beside(lse, objects[5], "the probability of sinks", &c->probability, err));
     c->s = (fa_sinks){.device_idx = lse->device_idx,
                       .b = lse->ndim == 3 ? lse->size[0] : 1,
                       .h = lse->size[lse->ndim - 2],
@@ -156,23 +168,21 @@ static fa_status read_backward(sinks_call *c, PyObject *const *objects, fa_error
     TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, lse, false, &c->s.lse, err));
     TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, &c->delta.t, false, &c->s.delta, err));
     TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, &c->shift.t, true, &c->s.shift, err));
+    TRY(read_rows((int64_t[]){c->s.b, c->s.h, c->s.rows}, &c->probability.t, false, &c->s.probability, err));
+    REQUIRE(!present(&c->probability.t) || !is_on_gpu(lse), "on a GPU the probability of sinks follows from lse");
     TRY(read_values(&c->sinks.t, c->s.h, &c->s.sinks, err));
-    if (!present(ends)) return FA_OK;
-    REQUIRE(ends->dtype == fa_torch.i32 && ends->ndim == 1 && ends->size[0] >= 1 && contiguous(ends),
-            "cu_seqlens_q must be running sums");
-    c->s.end = (const int32_t *)ends->data + (ends->size[0] - 1);
-    return FA_OK;
+    return read_ends(&c->ends.t, &c->s.end, err);
 }
 
 static PyObject *gradient_of_sinks(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *objects[5];
+    PyObject *objects[6] = {NULL, NULL, NULL, NULL, NULL, Py_None};
     sinks_call c = {.s = {.b = 0}};
     fa_error err = {""};
     fa_outputs outputs = {.num = 0};
     bool done = false;
-    if (!PyArg_UnpackTuple(args, "gradient_of_sinks", 5, 5, &objects[0], &objects[1], &objects[2], &objects[3],
-                           &objects[4]))
+    if (!PyArg_UnpackTuple(args, "gradient_of_sinks", 5, 6, &objects[0], &objects[1], &objects[2], &objects[3],
+                           &objects[4], &objects[5]))
         return NULL;
     fa_status status = fa_torch.wrap ? read_backward(&c, objects, &err) : FA_EINVAL;
     const bool on_gpu = status == FA_OK && is_on_gpu(&c.lse.t);
@@ -185,6 +195,21 @@ static PyObject *gradient_of_sinks(PyObject *self, PyObject *args) {
     if (on_gpu) return fa_raise(status, &err);
     PyErr_Clear();
     Py_RETURN_NONE;
+}
+
+/* ---- memory of sinks --------------------------------------------------------------------------------------------- */
+
+/* Tensors without memory of their own, such as fakes, share none. */
+static PyObject *tensors_share_memory(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *objects[2];
+    fa_flex_tensor x, y;
+    fa_error err = {""};
+    if (!PyArg_UnpackTuple(args, "share_memory", 2, 2, &objects[0], &objects[1])) return NULL;
+    const bool are_read = fa_flex_read_tensor(objects[0], "x", &x, &err) == FA_OK &&
+                          fa_flex_read_tensor(objects[1], "y", &y, &err) == FA_OK;
+    PyErr_Clear();
+    return PyBool_FromLong(are_read && share_memory(&x.t, &y.t));
 }
 
 /* ---- largest scores ---------------------------------------------------------------------------------------------- */
@@ -360,14 +385,14 @@ fa_status fa_make_packed_places(const fa_call *call, int64_t right, unsigned wan
 
 PyMethodDef fa_options_functions[] = {
     {"add_sinks", add_sinks, METH_VARARGS,
-     "add_sinks(out, softmax_lse, sinks, shift=None) -> True: out and softmax_lse were written. sinks None: +inf "
-     "becomes "
-     "-inf in softmax_lse. shift: fp32 [b, h, rows], or 1 in place of a size, was subtracted from the scores"},
+     "add_sinks(out, softmax_lse, sinks) -> True: out and softmax_lse were written. sinks None: +inf becomes -inf in "
+     "softmax_lse"},
     {"gradient_of_sinks", gradient_of_sinks, METH_VARARGS,
-     "gradient_of_sinks(sinks, softmax_lse, softmax_d, shift, cu_seqlens_q) -> the gradient of sinks. softmax_lse is "
-     "that "
-     "with sinks, and softmax_d is what the backward wrote. With cu_seqlens_q rows behind the last sequence do not "
-     "count"},
+     "gradient_of_sinks(sinks, softmax_lse, softmax_d, shift, cu_seqlens_q, probability=None) -> the gradient of "
+     "sinks. "
+     "softmax_lse is that with sinks, and softmax_d is what the backward wrote. With cu_seqlens_q rows behind the last "
+     "sequence do not count. probability: of the sink in each row, on the CPU; None: it follows from softmax_lse"},
+    {"share_memory", tensors_share_memory, METH_VARARGS, "share_memory(x, y) -> is there a byte in both tensors?"},
     {"max_logits", max_logits, METH_VARARGS,
      "max_logits(scores) -> the largest score of each head, fp32 [h], of fp32 [b, h, rows]"},
     {"shift_of_biases", shift_of_biases, METH_VARARGS,

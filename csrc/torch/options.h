@@ -12,14 +12,20 @@
 
 extern PyMethodDef fa_options_functions[];
 
-/* Executes a forward of a plain op with options (direct.h). options: sinks or None, and whether lse is wanted. A row
- * that sees no key has the lse -inf. */
+/* Executes a forward of a plain op with options (direct.h). options: sinks or None, whether lse is wanted, and whether
+ * the sink's probability in each row is wanted, which the CPU returns behind lse. A row that sees no key has the lse
+ * -inf. */
 fa_status fa_execute_with_options(const fa_call *call, PyObject *const *options, fa_outputs *outputs, fa_error *err);
 
-/* Reads the sinks of a call and the shift [b, h, rows] of its scores, each of which may be None. The tensors must
- * outlive the problem. */
-fa_status fa_read_sinks(PyObject *sinks, PyObject *shift, const fa_tensor *q, fa_flex_tensor tensors[2],
-                        fa_problem *problem, fa_error *err);
+/* The sinks of a call, the shift [b, h, rows] of its scores, and cu_seqlens_q, behind whose last number rows have no
+ * sink. Each may be None. */
+typedef struct {
+    PyObject *sinks, *shift, *ends;
+} fa_sinks_of_call;
+
+/* Reads them. The tensors must outlive the problem. */
+fa_status fa_read_sinks(const fa_sinks_of_call *of, const fa_tensor *q, fa_flex_tensor tensors[3], fa_problem *problem,
+                        fa_error *err);
 
 /* Makes the largest score of each head, an output [h]. of: all but the place of the result. */
 fa_status fa_make_max_logits(fa_max_logits *of, const fa_tensor *like, fa_outputs *outputs, fa_error *err);

@@ -154,6 +154,19 @@ static fa_status make_lse(const fa_call *c, fa_problem *p, fa_outputs *outputs, 
     return status;
 }
 
+static fa_status make_sink_probability(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
+    const bool packed = packs_q(c);
+    const int64_t size[3] = {p->b, p->h, p->len_q}, packed_size[2] = {p->h, p->total_q};
+    void *data = NULL;
+    if (!c->wants_sink_probability || p->device != FA_CPU) return FA_OK;
+    p->sink_probability =
+        (fa_row_stats){.stride_b = packed ? 0 : p->h * p->len_q, .stride_h = packed ? p->total_q : p->len_q};
+    const fa_status status =
+        make_contiguous(outputs, &c->q, packed ? 2 : 3, packed ? packed_size : size, fa_torch.f32, &data, err);
+    p->sink_probability.data = data;
+    return status;
+}
+
 static int64_t round_up_128(int64_t n) { return (n + 127) / 128 * 128; }
 
 static fa_status make_s_dmask(const fa_call *c, fa_problem *p, fa_outputs *outputs, fa_error *err) {
@@ -232,6 +245,7 @@ fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_ou
     } else {
         status = make_out(c, p, outputs, err);
         if (status == FA_OK) status = make_lse(c, p, outputs, err);
+        if (status == FA_OK) status = make_sink_probability(c, p, outputs, err);
         if (status == FA_OK && c->has_dropout) status = make_s_dmask(c, p, outputs, err);
         if (status == FA_OK && c->has_dropout) status = make_rng_state(c, p, draw_seed, outputs, err);
     }

@@ -64,7 +64,7 @@ def rehearse(call, query, key, value, tensors, is_recorded, capability):
             query, key, value = inputs = [_in_place_of(attention.rows_of(x)) for x in (query, key, value)]
             tensors = _in_place_of(tuple(tensors))
             with torch.no_grad():
-                out, lse, _ = attention.attend(copy, *inputs, tensors)
+                out, lse, *_ = attention.attend(copy, *inputs, tensors)
                 if is_recorded:
                     attention.gradients(copy, inputs, tensors, out, lse, out, None, wanted)
         except RuntimeError:

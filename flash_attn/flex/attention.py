@@ -77,13 +77,18 @@ def rows_of(tensor):
     return tensor if is_ready else tensor.contiguous()
 
 
-def attend(call, query, key, value, tensors):
-    """The forward, of tensors with a contiguous last dimension. Returns out, lse and max_scores."""
+def attend(call, query, key, value, tensors, sinks=None, wants_probability=False):
+    """The forward, of tensors with a contiguous last dimension. Returns out, lse, max_scores and probability.
+
+    sinks: None or ``(sinks, shift, cu_seqlens_q)``: see ``_sinks.py``. Their probability in each row is found on the
+    CPU.
+    """
     if ops.is_watched(query, key, value, *tensors):
-        return ops.forward(call, query, key, value, tensors)
+        return ops.forward(call, query, key, value, tensors, sinks)
     out = empty_out(query, value.size(-1))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     max_scores = torch.empty_like(lse) if call.wants_max else None
+    probability = torch.empty_like(lse) if wants_probability and is_on_cpu(query) else None
     calls.forward(
         query,
         key,
@@ -97,8 +102,9 @@ def attend(call, query, key, value, tensors):
         call.mask,
         call.blocks,
         call.sequences,
+        None if sinks is None else (*sinks, probability),
     )
-    return out, lse, max_scores
+    return out, lse, max_scores, probability
 
 
 class _FlexAttention(torch.autograd.Function):
@@ -364,7 +370,7 @@ def flex_attention(
     if query.is_cuda and not is_imagined() and not ops.is_watched(*inputs):
         ahead.compile_kernels(call, query, key, value, tensors, is_recorded)
     with torch.no_grad():
-        out, lse, max_scores = attend(call, *map(rows_of, (query, key, value)), tensors)
+        out, lse, max_scores, _ = attend(call, *map(rows_of, (query, key, value)), tensors)
     if is_recorded:
         found = _record((out, lse, wants_lse, parts, call.tensors()), query, key, value, *tensors)
         out, lse = found if wants_lse else (found, lse)

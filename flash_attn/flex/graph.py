@@ -17,7 +17,6 @@ from torch.fx.experimental import proxy_tensor
 
 from .._dispatch import is_exporting
 from .._ops import without_second_derivative
-from .._sinks import add_sinks
 from . import arguments, ops
 from .block_mask import LISTS, on_device
 from .derivative import derivative_of
@@ -190,22 +189,23 @@ def _tensors_of(tail):
 
 
 class _Attention(torch.autograd.Function):
-    """The op with its gradients, and the epilogue of sinks. ``head`` are arguments before those of the score_mod.
+    """The op with its gradients. ``head`` are arguments before those of the score_mod, ``beside`` those behind sinks.
 
     An exported program has ``flex_attend`` instead, because torch.export drops the backward of a function.
     """
 
     @staticmethod
-    def forward(ctx, program, head, tail, options, query, key, value, sinks, num, *tensors):
+    def forward(ctx, program, head, tail, options, query, key, value, sinks, beside, num, *tensors):
         score = (program.text.hex() if program else "", list(tensors[:num]), *tail[0])
         shared = (*head, *score, *tail[1:])
-        out, lse, max_scores = torch.ops.flash_attn.flex_forward(query, key, value, *shared, options["wants_max"])
-        if sinks is not None:
-            lse = add_sinks(out.transpose(1, 2), lse, sinks)
+        of_rows = () if sinks is None else ([], sinks, *beside)
+        out, lse, max_scores, probability = torch.ops.flash_attn.flex_forward(
+            query, key, value, *shared, options["wants_max"], *of_rows
+        )
         ctx.program, ctx.head, ctx.tail, ctx.num = program, head, tail, num
         ctx.deterministic = options["deterministic"]
         ctx.save_for_backward(
-            sinks, query, key, value, out, lse, *tensors, *_tensors_of(tail)
+            sinks, *beside, query, key, value, out, lse, probability, *tensors, *_tensors_of(tail)
         )  # torch checks for changes
         ctx.mark_non_differentiable(max_scores)
         ctx.set_materialize_grads(False)
@@ -219,17 +219,17 @@ class _Attention(torch.autograd.Function):
 
 @torch.no_grad()
 def _gradients(ctx, saved, dout, dlse):
-    sinks, query, key, value, out, lse, *tensors = saved
+    (*sinks, query, key, value), results, tensors = saved[:6], saved[6:9], saved[9:]
     tensors, program = tensors[: ctx.num], ctx.program
-    wanted = [i for i in range(ctx.num) if ctx.needs_input_grad[9 + i]]
+    wanted = [i for i in range(ctx.num) if ctx.needs_input_grad[10 + i]]
     text, places = derivative_of(program, wanted) if program else (b"", [])
     score = (program.text.hex() if program else "", tensors, *ctx.tail[0])
     of_inputs, of_tensors, of_sinks = ops.gradients(
-        (query, key, value, *ctx.head, *score, *ctx.tail[1:]), out, lse, dout, dlse, ctx.needs_input_grad[4:8], sinks,
+        (query, key, value, *ctx.head, *score, *ctx.tail[1:]), results, dout, dlse, ctx.needs_input_grad[4:8], sinks,
         text.hex(), list(places), wanted, ctx.deterministic,
     )  # fmt: skip
-    rest = [None] * (len(ctx.needs_input_grad) - 9 - ctx.num)
-    return None, None, None, None, *of_inputs, of_sinks, None, *map(of_tensors.get, range(ctx.num)), *rest
+    rest = [None] * (len(ctx.needs_input_grad) - 10 - ctx.num)
+    return None, None, None, None, *of_inputs, of_sinks, None, None, *map(of_tensors.get, range(ctx.num)), *rest
 
 
 def _is_as_made(x):
@@ -256,7 +256,7 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     if options["follows_autocast"]:
         query, key, value = arguments.in_autocast(query, key, value)
     *block_size, num, places, full_num, full_places = block_mask[:6]
-    *sequences, sinks, mask = block_mask[6:]
+    *sequences, sinks, shift, ends, mask = block_mask[6:]
     sequences = Sequences(*sequences)
     score = _of_score(score, score_captures, query)
     mask = _of_mask(mask, mask_captures, query.device)
@@ -282,10 +282,11 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
         text, places = derivative_of(program, wanted) if program else (b"", [])
         mod = program.text.hex() if program else "", list(tensors), *tail[0]
         return torch.ops.flash_attn.flex_attend(
-            query, key, value, *head, *mod, *tail[1:], options["wants_max"], sinks, text.hex(), list(places), wanted,
-            options["deterministic"],
-        )  # fmt: skip
-    return _Attention.apply(program, head, tail, options, query, key, value, sinks, len(tensors), *tensors)
+            query, key, value, *head, *mod, *tail[1:], options["wants_max"], sinks, shift, ends, text.hex(),
+            list(places), wanted, options["deterministic"],
+        )[:3]  # fmt: skip
+    beside = shift, ends
+    return _Attention.apply(program, head, tail, options, query, key, value, sinks, beside, len(tensors), *tensors)
 
 
 def _classify(like, _key, _value, _score, block_mask, _scale, options, _captures, mask_captures):
@@ -357,7 +358,7 @@ def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, 
         blocks = (*block_mask.BLOCK_SIZE, *lists)
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    blocks = (*blocks, *places, None, _mask_function(mask_mod))
+    blocks = (*blocks, *places, None, None, None, _mask_function(mask_mod))
     options = _options(wants_lse, wants_max)
     return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
 
@@ -370,11 +371,13 @@ def _options(wants_lse, wants_max, deterministic=False, follows_autocast=True):
 
 
 def attend_with_sinks(query, key, value, score_mod, mask_mod, scale, sinks, wants_max, deterministic, block):
-    """The options of ``flash_attn_func``, while Dynamo traces it: out, lse and max_scores. sinks may be None.
+    """The options of ``flash_attn_func``, while Dynamo traces it: out, lse and max_scores.
 
-    ``block``: the size of the blocks that the kernels of GPUs look for, or 0.
+    ``sinks``: None or ``(sinks, shift, cu_seqlens_q)``. ``block``: the size of the blocks that the kernels of GPUs look
+    for, or 0.
     """
-    blocks = (block, block, None, None, None, None, None, None, None, False, sinks, _mask_function(mask_mod))
+    of_rows = (None, None, None) if sinks is None else sinks
+    blocks = (block, block, None, None, None, None, None, None, None, False, *of_rows, _mask_function(mask_mod))
     options = _options(True, wants_max, deterministic, follows_autocast=False)
     return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
 

@@ -23,7 +23,7 @@ from .._ops import (
     register_once,
     without_second_derivative,
 )
-from .._sinks import add_sinks, gradient_of_sinks
+from .._sinks import gradient_of_sinks
 from . import calls
 from .program import BOOL, F64
 from .sequences import Sequences, key_length, shift_of
@@ -33,15 +33,18 @@ SHARED = (
     f"float? scale, bool may_be_plain, {MOD.format('score')}, {MOD.format('mask')}, SymInt[] block_size, "
     "Tensor[] lists, Tensor?[] sequences, bool blocks_have_offset"
 )
+# What is beside sinks: see _sinks.py. The last result is their probability in each row. It is empty without sinks, and
+# on a GPU.
+SINKS = "Tensor? sinks{0}, Tensor? sink_shift{0}, Tensor? sink_ends{0}"
 PARTIAL_AND_FULL = (0, 1, 4, 5)  # the lists of an attention among those of a block mask
 SCHEMAS = {
-    "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, float[] plain=[]) "
-    "-> (Tensor, Tensor, Tensor)",
+    "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, float[] plain=[], "
+    f"{SINKS.format('=None')}) -> (Tensor, Tensor, Tensor, Tensor)",
     "flex_backward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, Tensor out, Tensor lse, Tensor dout, "
     "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted, bool deterministic, "
     "float[] plain=[]) -> Tensor[]",
-    "flex_attend": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, Tensor? sinks, str derivative, "
-    "int[] places, int[] wanted, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    "flex_attend": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, {SINKS.format('')}, "
+    "str derivative, int[] places, int[] wanted, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)",
     "flex_classify": f"(Tensor like, {MOD.format('mask')}, SymInt[] shape, SymInt[] block_size) -> Tensor[]",
 }
 
@@ -158,26 +161,36 @@ def _refuse_tangents(*tensors):
 def _forward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
-    score, mask, blocks, (wants_max, *plain) = rest[:4], rest[4:8], rest[8:12], rest[12:]
-    _refuse_tangents(query, key, value, *score[1], *mask[1])
-    call = _call(query, key, scale, may_be_plain, score, mask, *blocks, given=plain[0] if plain else ())
-    out, lse, max_scores = _results_of_forward(query, value, wants_max)
+    score, mask, blocks = rest[:4], rest[4:8], rest[8:12]
+    wants_max, plain, *sinks = _with_defaults(rest[12:])
+    _refuse_tangents(query, key, value, *score[1], *mask[1], sinks[0])
+    call = _call(query, key, scale, may_be_plain, score, mask, *blocks, given=plain)
+    out, lse, max_scores, probability = _results_of_forward(query, value, wants_max, sinks[0])
+    of_rows = None if sinks[0] is None else (*sinks, probability if is_on_cpu(query) else None)
     calls.forward(
         *map(attention.rows_of, (query, key, value)), out, lse, max_scores if wants_max else None,
-        call.scale, call.plain, call.score, call.mask, call.blocks, call.sequences,
+        call.scale, call.plain, call.score, call.mask, call.blocks, call.sequences, of_rows,
     )  # fmt: skip
-    return out, lse, max_scores
+    return out, lse, max_scores, probability
+
+
+def _with_defaults(given):
+    """The last arguments of flex_forward. The dispatcher leaves out those that have their defaults."""
+    return *given, *(None, (), None, None, None)[len(given) :]
 
 
 def _forward_fake(query, key, value, scale, may_be_plain, *rest):
-    return _results_of_forward(query, value, rest[12])
+    wants_max, _, sinks, *_ = _with_defaults(rest[12:])
+    return _results_of_forward(query, value, wants_max, sinks)
 
 
-def _results_of_forward(query, value, wants_max):
+def _results_of_forward(query, value, wants_max, sinks):
     from . import attention
 
     out, lse = attention.empty_out(query, value.size(-1)), query.new_empty(query.shape[:3], dtype=torch.float32)
-    return out, lse, torch.empty_like(lse) if wants_max else query.new_empty(0, dtype=torch.float32)
+    has_probability = sinks is not None and is_on_cpu(query)
+    wanted = wants_max, has_probability
+    return out, lse, *(torch.empty_like(lse) if x else query.new_empty(0, dtype=torch.float32) for x in wanted)
 
 
 def _results_of_backward(query, key, value, wants, tensors, wanted):
@@ -221,9 +234,11 @@ def _backward_fake(query, key, value, scale, may_be_plain, *rest):
 
 
 def _attend(query, key, value, scale, may_be_plain, *rest):
-    out, lse, max_scores = _forward(query, key, value, scale, may_be_plain, *rest[:13])
-    sinks = rest[13]
-    return out, lse if sinks is None else add_sinks(out.transpose(1, 2), lse, sinks), max_scores
+    return _forward(query, key, value, scale, may_be_plain, *rest[:13], (), *rest[13:16])
+
+
+def _attend_fake(query, key, value, scale, may_be_plain, *rest):
+    return _results_of_forward(query, value, *rest[12:14])
 
 
 def _is_list_of_tensors(x):
@@ -232,20 +247,22 @@ def _is_list_of_tensors(x):
 
 def _save(ctx, inputs, output):
     """The tensors of inputs and output are saved, so that torch checks for changes. ``ctx.rest`` has all else."""
-    *results, max_scores = output
+    out, lse, max_scores, probability = output
     Sequences(*(inputs[15] or (None, None, None)), inputs[16]).refuse_gradients()
-    leaves, ctx.spec = tree_flatten((list(inputs), results))
+    leaves, ctx.spec = tree_flatten((list(inputs), [out, lse, probability]))
     ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in leaves))
     ctx.rest = [None if isinstance(x, torch.Tensor) else x for x in leaves]
-    ctx.mark_non_differentiable(max_scores)
+    ctx.mark_non_differentiable(max_scores, probability)
     ctx.set_materialize_grads(False)
 
 
-def gradients(inputs, out, lse, dout, dlse, wants, sinks, derivative, places, wanted, deterministic):
+def gradients(inputs, results, dout, dlse, wants, sinks, derivative, places, wanted, deterministic):
     """``(of query, key and value; of the wanted tensors of the score_mod by their number; of sinks)``.
 
-    ``inputs``: the arguments that all ops share. ``wants``: are there gradients of query, key, value and sinks?
+    ``inputs``: the arguments that all ops share. ``results``: out, lse and the probability of sinks. ``wants``: are
+    there gradients of query, key, value and sinks? ``sinks``: ``(sinks, shift, cu_seqlens_q)``, which may be None each.
     """
+    (out, lse, probability), (sinks, shift, ends) = results, sinks
     *wants, wants_sinks = wants
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = None if dlse is None else dlse.float()
@@ -258,18 +275,22 @@ def gradients(inputs, out, lse, dout, dlse, wants, sinks, derivative, places, wa
     of_tensors = {i: next(found).to(inputs[6][i].dtype) for i in wanted}
     if not wants_sinks:
         return of_inputs, of_tensors, None
-    return of_inputs, of_tensors, gradient_of_sinks(sinks, out.transpose(1, 2), lse, dout.transpose(1, 2), dlse)
+    out, dout = out.transpose(1, 2), dout.transpose(1, 2)
+    of_sinks = gradient_of_sinks(sinks, out, lse, dout, dlse, None, shift, ends, probability)
+    return of_inputs, of_tensors, of_sinks
 
 
 def _gradients_of_attend(ctx, dout, dlse, *unused):
     saved = ctx.saved_tensors
     with torch.no_grad():
         leaves = [x if tensor is None else tensor for x, tensor in zip(ctx.rest, saved)]
-        inputs, (out, lse) = tree_unflatten(leaves, ctx.spec)
-        if inputs[5] and not inputs[19]:
+        inputs, results = tree_unflatten(leaves, ctx.spec)
+        if inputs[5] and not inputs[21]:
             raise RuntimeError("flash_attn::flex_attend has no gradient, because it has a score_mod without derivative")
         wants, found = [ctx.needs_input_grad[i] for i in (0, 1, 2, 18)], [None] * len(inputs)
-        found[:3], of_tensors, found[18] = gradients(inputs[:17], out, lse, dout, dlse, wants, *inputs[18:])
+        found[:3], of_tensors, found[18] = gradients(
+            inputs[:17], results, dout, dlse, wants, inputs[18:21], *inputs[21:]
+        )
         for i, x in enumerate(inputs):
             if _is_list_of_tensors(x):
                 found[i] = [of_tensors.get(at) if i == 6 else None for at in range(len(x))]
@@ -324,16 +345,16 @@ def _plain_of(call):
     return [float(x) for x in call.plain] if is_plain else []
 
 
-def forward(call, query, key, value, tensors):
+def forward(call, query, key, value, tensors, sinks=None):
     """``attention.attend`` by the op."""
     if torch._C._is_tracing():
         raise NotImplementedError(
             "torch.jit.trace cannot record attention with mods, attn_bias or attn_mask: use torch.export"
         )
-    out, lse, max_scores = torch.ops.flash_attn.flex_forward(
-        query, key, value, *_shared_of(call, tensors), call.wants_max, _plain_of(call)
+    out, lse, max_scores, probability = torch.ops.flash_attn.flex_forward(
+        query, key, value, *_shared_of(call, tensors), call.wants_max, _plain_of(call), *(sinks or ())
     )
-    return out, lse, max_scores if call.wants_max else None
+    return out, lse, max_scores if call.wants_max else None, probability if sinks else None
 
 
 def backward(call, inputs, tensors, out, lse, dout, dlse, wants, wanted, derivative, deterministic):
@@ -374,7 +395,7 @@ def _register():
     library = torch.library.Library("flash_attn", "FRAGMENT")
     kernels = {
         "flex_forward": (_forward, _forward_fake),
-        "flex_attend": (_attend, _forward_fake),
+        "flex_attend": (_attend, _attend_fake),
         "flex_backward": (_backward, _backward_fake),
         "flex_classify": (_classify_op, lambda like, *rest: _empty_lists(like, *rest[-2:])),
     }

@@ -554,7 +554,7 @@ def _under_blocks(query, key, value, block_mask, bias, scale, softcap, dropout, 
     out = flex_attention(query, key, value, changes, block_mask, scale, enable_gqa=True, return_aux=aux)
     if sinks is not None:
         out, aux = out
-        share = torch.exp(aux.lse - torch.logaddexp(aux.lse, sinks.float()[:, None]))
+        share = torch.sigmoid(aux.lse - sinks.float()[:, None])
         out = out * share[..., None].to(out.dtype)
     return out.transpose(1, 2)
 

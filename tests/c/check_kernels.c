@@ -81,22 +81,29 @@ static double delta_error(const fa_problem *p) {
     return worst;
 }
 
-static bool check_isa(const test_case *c, fa_isa isa, output *outputs, const fa_row_stats *exact_lse, bool verbose) {
+static bool check_isa(const test_case *c, fa_isa isa, output *outputs, const fa_problem *exact, bool verbose) {
     const bool backward = c->p.pass == FA_BWD;
     const int threads = 1 + (int)(c->seed % 3);
     unsigned before = control_state();
     fa_problem run = c->p;
     for (int i = 0; i < (backward ? 4 : 1); i++) wipe(outputs[i].ours);
     alloc_row_stats(&run, &run.lse, run.cu_seqlens_q ? run.total_q : run.len_q, c->at_end);
+    if (run.sinks.data && !IS_CUDA)
+        alloc_row_stats(&run, &run.sink_probability, run.cu_seqlens_q ? run.total_q : run.len_q, c->at_end);
     run.pass = FA_FWD;
     run_on(isa, threads, &run, c->at_end);
     run.pass = c->p.pass;
     if (backward) run_on(isa, threads, &run, c->at_end);
 
     bool good = backward ? check_outputs(c, isa, outputs + 1, 3, verbose) : check_outputs(c, isa, outputs, 1, verbose);
-    double error = backward ? delta_error(&run) : compare_row_stats(&run, &run.lse, exact_lse);
+    double error = backward ? delta_error(&run) : compare_row_stats(&run, &run.lse, &exact->lse);
     if (error > 2e-5) {
         printf("  %s: %s off by %g\n", fa_isa_name(isa), backward ? "softmax_d" : "lse", error);
+        good = false;
+    }
+    if (run.sink_probability.data) error = compare_row_stats(&run, &run.sink_probability, &exact->sink_probability);
+    if (run.sink_probability.data && error > 1e-5) {
+        printf("  %s: the probability of a sink is off by %g\n", fa_isa_name(isa), error);
         good = false;
     }
     if (control_state() != before) {
@@ -109,7 +116,7 @@ static bool check_isa(const test_case *c, fa_isa isa, output *outputs, const fa_
 /* The tested gradients follow from the kernel's own forward, as the gradients of a user do. */
 static bool check_case(uint64_t seed, fa_pass pass, fa_dtype dtype, bool verbose) {
     test_case c = case_make(seed, pass, dtype);
-    if (IS_CUDA) draw_sinks(&c, seed);
+    draw_sinks(&c, seed);
     fa_problem *p = &c.p, exact = *p;
     const int num_tensors = pass == FA_BWD ? 4 : 1;
     if (verbose) case_print(&c);
@@ -133,16 +140,17 @@ static bool check_case(uint64_t seed, fa_pass pass, fa_dtype dtype, bool verbose
         outputs[i].naive = *naive_views[i] = tensor_widened(outputs[i].ours, c.at_end).view;
     }
     alloc_row_stats(p, &exact.lse, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
+    if (p->sinks.data) alloc_row_stats(p, &exact.sink_probability, p->cu_seqlens_q ? p->total_q : p->len_q, c.at_end);
     run_forward_reference(&exact);
     if (pass == FA_BWD) run_reference(&exact);
     naive_attention(p, &naive);
-    add_sinks_to_both(p, &exact.o, &naive.o, &exact.lse, c.at_end);
+    add_sinks_to_naive(p, &exact, &naive.o, c.at_end);
 
     bool good = true;
     for (int isa = 0; isa < FA_NUM_ISAS; isa++) {
         if (!machine.isa_legal[isa] || !takes_dtype((fa_isa)isa, dtype)) continue;
         if (isa == FA_ISA_REFERENCE && dtype != FA_F64 && seed % 8) continue;
-        good = check_isa(&c, (fa_isa)isa, outputs, &exact.lse, verbose) && good;
+        good = check_isa(&c, (fa_isa)isa, outputs, &exact, verbose) && good;
     }
     if (!good) case_print(&c);
     guarded_free_all();

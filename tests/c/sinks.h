@@ -1,4 +1,4 @@
-/* Learned sinks of check_cuda: drawn numbers, and what csrc/cpu/sinks.c makes of results without sinks. */
+/* Learned sinks: drawn numbers, and what csrc/cpu/sinks.c makes of results without sinks. */
 #ifndef FA_TEST_SINKS_H
 #define FA_TEST_SINKS_H
 
@@ -7,7 +7,7 @@
 #include "cpu/sinks.h"
 #include "pool.h"
 
-/* Only the kernels of GPUs add sinks themselves. Some sinks are infinite, or far above or below all scores. */
+/* Some sinks are infinite, or far above or below all scores. */
 static void draw_sinks(test_case *c, uint64_t seed) {
     static const double ends[] = {INFINITY, -INFINITY, 300, -300};
     static const fa_dtype dtypes[] = {FA_F16, FA_BF16, FA_F32, FA_F64};
@@ -24,7 +24,8 @@ static void draw_sinks(test_case *c, uint64_t seed) {
     p->sinks.data = data;
 }
 
-/* Adds the sinks of a problem to a result in fp64 and to its lse, both without sinks. */
+/* Adds the sinks of a problem to a result in fp64 and to its lse, both without sinks. The reference, which adds sinks
+ * itself, must find the same. */
 static void add_sinks(const fa_problem *p, const fa_view *out, const fa_row_stats *lse) {
     const bool is_packed = p->cu_seqlens_q != NULL;
     const fa_sinks sinks = {.dtype = FA_F64,
@@ -39,16 +40,18 @@ static void add_sinks(const fa_problem *p, const fa_view *out, const fa_row_stat
     if (p->sinks.data) assert_true(fa_cpu_add_sinks(&sinks, &test_pool));
 }
 
-/* Adds the sinks to the exact and to the naive result. */
-static void add_sinks_to_both(const fa_problem *p, const fa_view *exact, const fa_view *naive, const fa_row_stats *lse,
-                              bool at_end) {
-    fa_row_stats same;
-    const int64_t rows = p->cu_seqlens_q ? p->total_q : p->len_q, num = (p->cu_seqlens_q ? 1 : p->b) * p->h * rows;
+/* Adds the sinks to the naive result. The exact result has them. */
+static void add_sinks_to_naive(const fa_problem *p, const fa_problem *exact, const fa_view *naive, bool at_end) {
+    fa_row_stats lse;
+    fa_problem plain = *exact;
     if (!p->sinks.data) return;
-    alloc_row_stats(p, &same, rows, at_end);
-    memcpy(same.data, lse->data, (size_t)num * sizeof *same.data);
-    add_sinks(p, naive, &same);
-    add_sinks(p, exact, lse);
+    alloc_row_stats(p, &lse, p->cu_seqlens_q ? p->total_q : p->len_q, at_end);
+    plain.sinks.data = NULL;
+    plain.sink_probability.data = NULL;
+    plain.lse = lse;
+    assert_true(fa_reference_fwd(&plain, NULL, NULL, &test_pool)); /* o is written again */
+    add_sinks(p, naive, &lse);
+    assert_true(fa_reference_fwd(exact, NULL, NULL, &test_pool));
 }
 
 #endif
