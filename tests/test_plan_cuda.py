@@ -281,6 +281,10 @@ def test_the_stride_of_one_element_is_never_taken(plan, numbers, kernel):
         (128, 256, 128, "d128_q64kv64"),
         (128, 512, 256, "d128_q128kv128"),
         (256, 128, 64, "d256_q128kv64"),
+        (64, 2048, 511, "d64_q192kv128"),  # a few long ones have most of the work
+        (64, 128, 20, "d64_q128kv64x2"),
+        (128, 32768, 129, "d128_q128kv128"),
+        (128, 2048, 16, "d128_q128kv128"),
     ],
     ids=str,
 )
@@ -290,6 +294,20 @@ def test_packed_sequences_count_by_their_mean(plan, d, longest, mean, kernel):
     for right, mask in ((-1, ""), (0, "_causal")):
         name = plan(**numbers, mean_q=mean, mean_kv=mean, right=right, sms=132).split()[0]
         assert name == f"attn_fwd_sm90_bf16_{kernel}{mask}_varlen"
+
+
+@pytest.mark.parametrize(
+    ("b", "len_q", "len_kv", "h", "h_kv", "kernel"),
+    [
+        (1, 2048, 2048, 8, 8, "d64_q192kv128"),
+        (8, 512, 8192, 4, 1, "d64_q256kv64_cache"),
+        (4, 128, 16384, 32, 32, "d64_q192kv128"),
+        (2, 200, 4096, 32, 32, "d64_q192kv128"),
+    ],
+)
+def test_a_cta_alone_on_its_multiprocessor_hides_no_waits(plan, b, len_q, len_kv, h, h_kv, kernel):
+    numbers = {"d": 64, "b": b, "len_q": len_q, "len_kv": len_kv, "h": h, "h_kv": h_kv, "sms": 132}
+    assert plan(**numbers).split()[0] == f"attn_fwd_sm90_bf16_{kernel}"
 
 
 @pytest.mark.parametrize(

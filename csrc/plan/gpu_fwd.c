@@ -29,7 +29,8 @@ static const double US_FIRST = 12, US_NEXT = 2, US_COMBINE = 3, US_ELEMENT = 7e-
  * longer than the products. */
 double fa_us_of_a_pair(const fa_fwd_sm90_columns *t) {
     const double products = 0.6e-6 * (double)round_up(t->d, CHUNK), exponentials = 55e-6;
-    const int cost = t->ctas > 1 ? t->short_cost : t->cost; /* where tiles are few, a CTA has its SM alone */
+    /* Where tiles are few, no other CTA of the SM hides the waits of one. */
+    const int cost = t->ctas > 1 && t->short_cost > t->cost ? t->short_cost : t->cost;
     return (products > exponentials ? products : exponentials) * cost / 100;
 }
 
@@ -169,8 +170,15 @@ static bool has_few_tiles(const fa_problem *p, int sms) {
            !p->flex && p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
 }
 
-/* How many rows or keys are computed of a sequence, in tiles of so many. Of packed sequences the host knows the longest
- * one and their mean. They end amid tiles. */
+/* The length that decides for packed sequences, of which the host knows the longest one and the mean. That is the mean,
+ * unless some are so much longer that most of the work is theirs: it grows with the square of a length. */
+static int64_t usual_length(int64_t longest, int64_t total, int64_t b) {
+    enum { ALIKE = 4 };
+    const int64_t mean = b > 0 ? total / b : longest;
+    return mean < longest && longest <= ALIKE * mean ? mean : longest;
+}
+
+/* How many rows or keys are computed of a sequence, in tiles of so many. Packed sequences end amid tiles. */
 static int64_t computed(int64_t longest, int64_t mean, int64_t of_tile) {
     const int64_t most = round_up(longest, of_tile), of_mean = mean + of_tile / 2;
     return mean < longest && of_mean < most ? of_mean : most;
@@ -196,8 +204,8 @@ static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms
     if (fa_reads_cache(p)) return tiles->us;
     const bool is_slow = (p->d % IN_SECTORS || p->d_v % IN_SECTORS) && p->len_kv > LONG && t->wgs < 3;
     if (has_few) return tiles->us * (is_slow ? 1.3 : 1);
-    const int64_t mean_q = p->cu_seqlens_q && p->b > 0 ? p->total_q / p->b : p->len_q;
-    const int64_t mean_kv = p->cu_seqlens_k && p->b > 0 ? p->total_kv / p->b : p->len_kv;
+    const int64_t mean_q = p->cu_seqlens_q ? usual_length(p->len_q, p->total_q, p->b) : p->len_q;
+    const int64_t mean_kv = p->cu_seqlens_k ? usual_length(p->len_kv, p->total_kv, p->b) : p->len_kv;
     const int64_t rows = computed(p->len_q, mean_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
     const int64_t keys = computed(p->len_kv, mean_kv, t->block_kv);
     const int cost = mean_kv * round_up(t->d, CHUNK) <= SHORT ? t->short_cost : t->cost;
