@@ -569,7 +569,9 @@ static double end_row_with_sink(const fwd_task *t, const fa_fwd_tile *tile, int 
     const fa_problem *p = t->p;
     const float largest = tile->row_max[lane];
     const double sink = fa_sink_of_row(p, &t->s, tile->row[lane], tile->head[lane]);
-    const bool is_rounded = p->softcap > 0 || p->alibi_slopes || fa_flex_of(p) || !(t->scale > 0);
+    const fa_flex *flex = fa_flex_of(p);
+    const bool is_natural = flex && (flex->score || flex->max_scores.data);
+    const bool is_rounded = p->softcap > 0 || p->alibi_slopes || is_natural || !(t->scale > 0);
     const double above = (sink_in_log2(sink, largest, is_rounded) - (double)largest) * LN_2;
     const fa_row_end end = fa_end_row(largest * LN_2, tile->row_sum[lane], sink, above);
     fa_store_row_end(p, &t->s, tile->row[lane], tile->head[lane], &end);

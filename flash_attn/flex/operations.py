@@ -62,9 +62,15 @@ class Call:
             self.trace.guard_default_dtype()
         return found
 
+    @staticmethod
+    def _out_of_sight():
+        """Dispatch modes must not see how the type of a value is found. A selective checkpoint would keep the results,
+        and when it repeats the call, whose mod is known by then, other operations would get them."""
+        return contextlib.nullcontext() if torch.compiler.is_compiling() else without_modes()
+
     def _meta(self):
         is_small = sum(map(_elements, (*self.args, *self.kwargs.values()))) <= MOST_UNROLLED
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), self._out_of_sight():
             try:
                 if is_small and self.name not in OF_ANY_SHAPE:
                     args = _ones(self.args)

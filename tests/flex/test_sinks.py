@@ -2,6 +2,7 @@
 
 import functools
 
+import fresh_python
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,6 +95,18 @@ def test_a_sink_that_equals_a_large_score(score, way, caller):
     out = first(CALLERS[caller](flash_attn_func, q, k, v, softmax_scale=1.0, sinks=sinks, **WAYS[way]))
     torch.testing.assert_close(out, torch.full_like(out, 0.5), rtol=0, atol=1e-6)
     (grad,) = torch.autograd.grad(out[..., 0].sum(), sinks)
+    torch.testing.assert_close(grad, torch.full((2,), -0.25), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_mask": ALL}, {"return_lse": True}, {"causal": 1}], ids=str)
+@pytest.mark.parametrize("score", [2.0**19, 2.0**22, 1.25 * 2.0**23])
+def test_a_sink_that_equals_large_scores_in_bf16(score, options):
+    """Products are rounded to units of log2 in some calls, and the sink with them."""
+    q, k, v = one_key(1, torch.bfloat16)
+    q[..., 0], sinks = score, torch.full((2,), score).requires_grad_()
+    out = first(flash_attn_func(q, k, v, softmax_scale=1.0, sinks=sinks, **options))
+    (grad,) = torch.autograd.grad(out[..., 0].sum(), sinks)
+    torch.testing.assert_close(out.float(), torch.full(out.shape, 0.5), rtol=0, atol=1e-6)
     torch.testing.assert_close(grad, torch.full((2,), -0.25), rtol=0, atol=1e-6)
 
 
@@ -291,6 +304,30 @@ def test_a_checkpoint_keeps_results_of_ops(name, may_mutate):
     found = gradients(lambda *x: checkpoint(KEPT[name], *x, use_reentrant=False, context_fn=contexts))
     for has, wants in zip(found, want):
         torch.testing.assert_close(has, wants, rtol=1e-4, atol=1e-5)
+
+
+FIRST_CALL = """
+import functools, torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from flash_attn import flash_attn_varlen_func
+lengths = torch.tensor([0, 10, 10, 40], dtype=torch.int32)
+leaves = [torch.randn(size).requires_grad_() for size in ((40, 2, 16),) * 3 + ((2,), (3, 2, 30, 30))]
+contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+def call(q, k, v, sinks, bias):
+    out, lse = flash_attn_varlen_func(
+        q, k, v, lengths, lengths, 30, 30, sinks=sinks, attn_bias=bias, return_lse=True
+    )
+    return out.sin().sum() + lse.cos().sum()
+found = torch.autograd.grad(checkpoint(call, *leaves, use_reentrant=False, context_fn=contexts), leaves)
+for has, wants in zip(found, torch.autograd.grad(call(*leaves), leaves)):
+    torch.testing.assert_close(has, wants, rtol=1e-4, atol=1e-5)
+"""
+
+
+def test_a_checkpoint_of_a_first_call_keeps_no_result_of_its_tracer():
+    """The repeated call knows its mod. Results kept while the mod was traced would come in place of others."""
+    done = fresh_python.python(FIRST_CALL)
+    assert done.returncode == 0, done.stderr
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------------
