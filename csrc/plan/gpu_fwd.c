@@ -179,9 +179,9 @@ static int64_t usual_length(int64_t longest, int64_t total, int64_t b) {
 }
 
 /* How many rows or keys are computed of a sequence, in tiles of so many. Packed sequences end amid tiles. */
-static int64_t computed(int64_t longest, int64_t mean, int64_t of_tile) {
-    const int64_t most = round_up(longest, of_tile), of_mean = mean + of_tile / 2;
-    return mean < longest && of_mean < most ? of_mean : most;
+static int64_t computed(int64_t longest, int64_t usual, int64_t of_tile) {
+    const int64_t most = round_up(longest, of_tile), of_usual = usual + of_tile / 2;
+    return usual < longest && of_usual < most ? of_usual : most;
 }
 
 /* Returns the cost of a sequence with this row's tiles, or the time of a call over a cache or of few tiles, whose cut
@@ -204,11 +204,11 @@ static double cost_of(const fa_problem *p, const fa_fwd_sm90_columns *t, int sms
     if (fa_reads_cache(p)) return tiles->us;
     const bool is_slow = (p->d % IN_SECTORS || p->d_v % IN_SECTORS) && p->len_kv > LONG && t->wgs < 3;
     if (has_few) return tiles->us * (is_slow ? 1.3 : 1);
-    const int64_t mean_q = p->cu_seqlens_q ? usual_length(p->len_q, p->total_q, p->b) : p->len_q;
-    const int64_t mean_kv = p->cu_seqlens_k ? usual_length(p->len_kv, p->total_kv, p->b) : p->len_kv;
-    const int64_t rows = computed(p->len_q, mean_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
-    const int64_t keys = computed(p->len_kv, mean_kv, t->block_kv);
-    const int cost = mean_kv * round_up(t->d, CHUNK) <= SHORT ? t->short_cost : t->cost;
+    const int64_t usual_q = p->cu_seqlens_q ? usual_length(p->len_q, p->total_q, p->b) : p->len_q;
+    const int64_t usual_kv = p->cu_seqlens_k ? usual_length(p->len_kv, p->total_kv, p->b) : p->len_kv;
+    const int64_t rows = computed(p->len_q, usual_q, FA_ROWS_OF_A_WARPGROUP * t->wgs);
+    const int64_t keys = computed(p->len_kv, usual_kv, t->block_kv);
+    const int cost = usual_kv * round_up(t->d, CHUNK) <= SHORT ? t->short_cost : t->cost;
     return (double)(rows * (keys < FEW_KEYS ? keys : FEW_KEYS) * cost) * (is_slow ? 1.3 : 1);
 }
 
