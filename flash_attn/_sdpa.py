@@ -109,12 +109,31 @@ def _spend_warning():
         library._destroy()
 
 
+_stays = False  # Kernels of this package are in the dispatcher, active or not.
+
+
+def _may_stay():
+    """Is no kernel of another package among those of scaled_dot_product_attention?
+
+    Kernels that stay hand calls on to PyTorch's own while this package is not active, and would pass over another's.
+    """
+    keys = {_OPS[0]: "CPU", _OPS[1]: "CPU"}
+    if torch.backends.cuda.is_built():
+        keys.update({_OPS[2]: "CUDA", _OPS[3]: "CUDA"})
+    for name, key in keys.items():
+        lines = torch._C._dispatch_dump(f"aten::{name}").splitlines()
+        if sum(line.startswith((f"{key}:", f"{key} (inactive):")) for line in lines) != 1 + _stays:
+            return False
+    return True
+
+
 class _Handle:
     """PyTorch keeps this object while the package is active."""
 
     def __init__(self):
+        global _stays
         _spend_warning()
-        flash_attn_2_cuda.sdpa_override(_num_arguments(), _promises())
+        _stays = flash_attn_2_cuda.sdpa_override(_num_arguments(), _promises(), _may_stay())
         self.priority = _Priority() if _goes_before_cudnn else None
 
     def remove(self):

@@ -478,6 +478,69 @@ def test_threads_share_the_switch():
     assert seen == [True] and not is_ours()
 
 
+def kernels_of_the_cpu():
+    dump = torch._C._dispatch_dump(f"aten::{flash_attn._sdpa._OPS[0]}")
+    return [line for line in dump.splitlines() if line.startswith("CPU")]
+
+
+def test_threads_outside_of_contexts():
+    """A kernel that leaves the dispatcher while another thread calls it is freed memory."""
+    with flash_attn.sdpa():
+        if not flash_attn._sdpa._stays:
+            pytest.skip("this PyTorch does not tell what its own kernel said")
+        while_active = kernels_of_the_cpu()
+    assert kernels_of_the_cpu() == while_active and "sdpa.c" in while_active[0] and len(while_active) == 2
+    q, k, v = inputs(1, 2, 2, 50, 50, 16, torch.float32)
+    want, is_over = all_results(q, k, v), threading.Event()
+    wrong = []
+
+    def work():
+        while not is_over.is_set():
+            found = all_results(q, k, v)
+            wrong.extend(i for i, (x, y) in enumerate(zip(found, want)) if not torch.allclose(x, y, atol=1e-5))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3000):
+        with flash_attn.sdpa():
+            pass
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+FOREIGN = """
+import torch, flash_attn
+def foreign(q, k, v, *others, **options):
+    return torch.full_like(q, 7.0), torch.zeros(q.shape[:3])
+def first():
+    q = torch.ones(1, 1, 4, 8)
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q)[0, 0, 0, 0].item()
+when = sys.argv[1]
+if when == "after":
+    with flash_attn.sdpa():
+        pass
+library = torch.library.Library("aten", "IMPL")
+library.impl("_scaled_dot_product_flash_attention_for_cpu", foreign, "CPU")
+found = [first()]
+for _ in range(2):
+    with flash_attn.sdpa():
+        found.append(first())
+    found.append(first())
+library._destroy()
+print(found, first())
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_kernel_of_another_package_comes_back(when):
+    """Whether it was there before the first context, or came behind it."""
+    done = fresh_python.python("import sys\n" + FOREIGN, when)
+    assert done.stdout == "[7.0, 1.0, 7.0, 1.0, 7.0] 1.0\n", done.stderr
+
+
 def test_a_new_process_prints_nothing():
     code = (
         "import torch, flash_attn\n"

@@ -38,6 +38,7 @@ fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor
     }
     REQUIRE(to->impl, "%s is a tensor without memory of its own", name);
     fa_tensor_read((AtenTensorHandle)&to->impl, &to->t);
+    REQUIRE(to->t.ndim == 0 || (to->t.size && to->t.stride), "%s is a nested tensor, which has no sizes", name);
     REQUIRE(to->t.device_type == fa_torch.cpu || to->t.device_type == fa_torch.cuda,
             "%s must be on the CPU or on CUDA; it is on another kind of device", name);
     REQUIRE(!fa_torch.knows_tensors || !fa_torch.is_negative(to->t.handle),

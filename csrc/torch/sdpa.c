@@ -9,11 +9,16 @@
  * of our own form: a tensor [b, h, len, d] is read as [b, len, h, d] with its strides exchanged.
  *
  * A call that does not fit goes to torch's own kernel. The C shim has a function for this kernel, which does not ask
- * the dispatcher, so it cannot come back here. */
+ * the dispatcher, so it cannot come back here.
+ *
+ * The dispatcher must not lose a kernel while another thread calls it: the thread would run freed memory. So kernels of
+ * scaled_dot_product_attention stay in the dispatcher once they are there, and hand on all calls while flash_attn is not
+ * active. */
 #include "sdpa.h"
 
 #include <float.h>
 #include <math.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,6 +29,8 @@
 #include "ops.h"
 #include "plans.h"
 #include "system/lock.h"
+
+static atomic_bool is_active; /* otherwise kernels that stayed hand their calls on */
 
 /* What torch.empty_like and torch's own kernels promise about strides. fakes tell (flash_attn/_sdpa.py). */
 static bool cpu_out_is_like_q, cpu_grads_are_like_inputs, cuda_grads_are_like_inputs;
@@ -90,7 +97,8 @@ static fa_status torch_said(AOTITorchError code, int num, fa_outputs *outputs, f
     outputs->num = code == 0 ? num : 0;
     if (code == 0) return FA_OK;
     const char *what = torchs.what ? torchs.what() : NULL;
-    if (what && *what) return fa_fail(err, FA_EINVAL, "%s", what);
+    const bool no_memory = what && strncmp(what, "CUDA out of memory", strlen("CUDA out of memory")) == 0;
+    if (what && *what) return fa_fail(err, no_memory ? FA_ENOMEM_GPU : FA_EINVAL, "%s", what);
     return fa_fail(err, FA_EINVAL, "PyTorch's own kernel refused the call, and printed why");
 }
 
@@ -114,6 +122,17 @@ static bool is_better_in_torch(const fa_call *c) {
 
 /* A call that flash_attn does not take for this reason goes to torch's own kernel. */
 static bool is_for_torch(fa_status status) { return status == FA_EINVAL || status == FA_EUNSUPPORTED; }
+
+/* Says why torch's own kernel computes a call. No reason is needed while flash_attn is not active. */
+static void note_torch(fa_pass pass, fa_device device, const fa_error *err) {
+    if (err->text[0]) fa_note_torch(pass, device, err->text);
+}
+
+/* The status of a call that is not computed here, because flash_attn is not active. It has no words. */
+static fa_status hand_on(fa_error *err) {
+    err->text[0] = 0;
+    return FA_EUNSUPPORTED;
+}
 
 /* ---- tensors in torch's form ------------------------------------------------------------------------------------- */
 
@@ -322,7 +341,7 @@ static fa_status forward(const fa_call *given, bool is_for_cpu, fa_tensor *out, 
 
 static fa_status execute_cpu_forward(const fa_call *c, fa_outputs *outputs, fa_error *err) {
     fa_tensor out;
-    fa_status status = forward(c, true, &out, outputs, err);
+    fa_status status = is_active ? forward(c, true, &out, outputs, err) : hand_on(err);
     if (status == FA_OK) {
         outputs->tensor[1] = outputs->tensor[0], outputs->tensor[0] = out.handle;
         outputs->num = 2;
@@ -331,7 +350,7 @@ static fa_status execute_cpu_forward(const fa_call *c, fa_outputs *outputs, fa_e
     if (!is_for_torch(status) || !torchs.cpu_forward) return status;
     double scale;
     tensor mask;
-    fa_note_torch(c->pass, FA_CPU, err->text);
+    note_torch(c->pass, FA_CPU, err);
     return torch_said(torchs.cpu_forward(c->q.handle, c->k.handle, c->v.handle, c->dropout_p, c->causal,
                                          optional(&c->attn_bias, &mask), scale_of(c, &scale), &outputs->tensor[0],
                                          &outputs->tensor[1]),
@@ -370,7 +389,7 @@ static fa_status execute_cuda_forward(const fa_call *c, fa_outputs *outputs, fa_
     enum { MAX_Q = 4, MAX_K = 5, NUM = 9 };
     fa_tensor out;
     fa_outputs made, rest = {.num = 0};
-    fa_status status = forward(c, false, &out, &made, err);
+    fa_status status = is_active ? forward(c, false, &out, &made, err) : hand_on(err);
     if (status == FA_OK) {
         status = make_undefined(&rest, err);
         if (status == FA_OK) status = make_undefined(&rest, err);
@@ -389,7 +408,7 @@ static fa_status execute_cuda_forward(const fa_call *c, fa_outputs *outputs, fa_
     int64_t max_q = 0, max_k = 0;
     tensor *t = outputs->tensor;
     memset(outputs, 0, sizeof *outputs);
-    fa_note_torch(c->pass, FA_CUDA, err->text);
+    note_torch(c->pass, FA_CUDA, err);
     status = torch_said(torchs.cuda_forward(c->q.handle, c->k.handle, c->v.handle, c->dropout_p, c->causal,
                                             c->return_debug_mask, scale_of(c, &scale), &t[0], &t[1], &t[2], &t[3],
                                             &max_q, &max_k, &t[6], &t[7], &t[8]),
@@ -467,7 +486,7 @@ static void take_gradients(const fa_tensor grads[3], fa_outputs *outputs) {
 
 static fa_status execute_cpu_backward(const fa_call *c, fa_outputs *outputs, fa_error *err) {
     fa_tensor grads[3];
-    fa_status status = backward(c, true, grads, err);
+    fa_status status = is_active ? backward(c, true, grads, err) : hand_on(err);
     if (status == FA_OK) {
         take_gradients(grads, outputs);
         return FA_OK;
@@ -475,7 +494,7 @@ static fa_status execute_cpu_backward(const fa_call *c, fa_outputs *outputs, fa_
     if (!is_for_torch(status) || !torchs.cpu_backward) return status;
     double scale;
     tensor mask, *t = outputs->tensor;
-    fa_note_torch(c->pass, FA_CPU, err->text);
+    note_torch(c->pass, FA_CPU, err);
     return torch_said(torchs.cpu_backward(c->dout.handle, c->q.handle, c->k.handle, c->v.handle, c->out.handle,
                                           c->softmax_lse.handle, c->dropout_p, c->causal,
                                           optional(&c->attn_bias, &mask), scale_of(c, &scale), &t[0], &t[1], &t[2]),
@@ -484,7 +503,7 @@ static fa_status execute_cpu_backward(const fa_call *c, fa_outputs *outputs, fa_
 
 static fa_status execute_cuda_backward(const fa_call *c, fa_outputs *outputs, fa_error *err) {
     fa_tensor grads[3];
-    fa_status status = backward(c, false, grads, err);
+    fa_status status = is_active ? backward(c, false, grads, err) : hand_on(err);
     if (status == FA_OK) {
         take_gradients(grads, outputs);
         return FA_OK;
@@ -494,7 +513,7 @@ static fa_status execute_cuda_backward(const fa_call *c, fa_outputs *outputs, fa
     tensor *t = outputs->tensor;
     fa_outputs undefined = {.num = 0}; /* an undefined state has no handle here, and torch's function wants one */
     if (!c->rng_state.handle) TRY(make_undefined(&undefined, err));
-    fa_note_torch(c->pass, FA_CUDA, err->text);
+    note_torch(c->pass, FA_CUDA, err);
     status = torch_said(torchs.cuda_backward(c->dout.handle, c->q.handle, c->k.handle, c->v.handle, c->out.handle,
                                              c->softmax_lse.handle, c->unread[0].handle, c->unread[1].handle,
                                              c->max_seqlen_q, c->max_seqlen_k, c->dropout_p, c->causal,
@@ -637,45 +656,74 @@ ENTRIES(ENTRY)
 #define ENTRY_OF(i) entry_##i,
 static fa_boxed_op *const entries[NUM_OPS] = {ENTRIES(ENTRY_OF)};
 
-/* The libraries of the kernels while they replace torch's. */
-static TorchLibraryHandle libraries[2];
+/* A library for each key. Kernels of `staying` are never given back. */
+enum { CPU, CUDA, NUM_KEYS };
+static TorchLibraryHandle staying[NUM_KEYS], leaving[NUM_KEYS];
 
 static void restore(void) {
-    for (int k = 0; k < 2; k++) {
-        if (libraries[k]) fa_torch.aoti_torch_delete_library_object(libraries[k]);
-        libraries[k] = NULL;
+    is_active = false;
+    for (int k = 0; k < NUM_KEYS; k++) {
+        if (leaving[k]) fa_torch.aoti_torch_delete_library_object(leaving[k]);
+        leaving[k] = NULL;
     }
 }
 
 /* Torch has no kernels for CPU tensors of the ops that are CUDA's. Here they have one. */
-static bool serves(int op, bool on_gpu) { return op >= 2 || !on_gpu; }
+static bool serves(int op, int key) { return op >= 2 || key == CPU; }
 
-static bool override(const int num_arguments[NUM_OPS]) {
-    static const char *const keys[2] = {"CPU", "CUDA"};
-    bool failed = false;
+/* Can a kernel hand on calls as if it were not there? Before 2.13 the shim does not tell what torch's kernel said. */
+static bool can_stay(int op, int key) {
+    const bool known = key == CPU ? torchs.cpu_forward && torchs.cpu_backward && op < 2
+                                  : torchs.cuda_forward && torchs.cuda_backward && (op == 2 || op == 3);
+    return known && torchs.what;
+}
+
+/* Replaces the kernels that may stay, or the others. */
+static bool replace(TorchLibraryHandle libraries[NUM_KEYS], const int num_arguments[NUM_OPS], bool stay, bool others) {
+    static const char *const keys[NUM_KEYS] = {"CPU", "CUDA"};
+    for (int k = 0; k < NUM_KEYS; k++)
+        for (int i = 0; i < NUM_OPS; i++) {
+            if (num_arguments[i] == 0 || !serves(i, k) || !(can_stay(i, k) ? stay : others)) continue;
+            if (!libraries[k] &&
+                fa_torch.aoti_torch_library_init_impl("aten", keys[k], __FILE__, __LINE__, &libraries[k]) != 0)
+                return false;
+            if (fa_torch.torch_library_impl(libraries[k], ops[i].name, entries[i], FA_TORCH_ABI_VERSION) != 0)
+                return false;
+        }
+    return true;
+}
+
+/* Reads the ops once, because kernels that stayed read them in other threads. */
+static bool read_ops(const int num_arguments[NUM_OPS]) {
+    static bool is_done, fit = true;
+    if (is_done) return fit;
     find_torchs_kernels();
     for (int i = 0; i < NUM_OPS; i++)
         if (num_arguments[i] > 0) {
             fa_read_op(&ops[i], &signatures[i]);
-            failed |= num_arguments[i] > signatures[i].num_slots;
+            fit &= num_arguments[i] <= signatures[i].num_slots;
             signatures[i].num_slots = num_arguments[i];
         }
-    for (int k = 0; k < 2 && !failed; k++) {
-        failed = fa_torch.aoti_torch_library_init_impl("aten", keys[k], __FILE__, __LINE__, &libraries[k]) != 0;
-        for (int i = 0; i < NUM_OPS && !failed; i++)
-            if (num_arguments[i] > 0 && serves(i, k == 1))
-                failed = fa_torch.torch_library_impl(libraries[k], ops[i].name, entries[i], FA_TORCH_ABI_VERSION) != 0;
-    }
-    if (failed) restore();
-    return !failed;
+    is_done = true;
+    return fit;
 }
 
-/* sdpa_override(numbers of arguments, promises about strides) */
+/* may_stay: nobody else has replaced a kernel that would stay. It would be hidden after flash_attn is given back. */
+static bool override(const int num_arguments[NUM_OPS], bool may_stay) {
+    if (!read_ops(num_arguments)) return false;
+    const bool stayed = staying[CPU] || staying[CUDA];
+    bool done = stayed || !may_stay || replace(staying, num_arguments, true, false);
+    done = done && replace(leaving, num_arguments, !may_stay, true);
+    if (!done) restore();
+    return done;
+}
+
+/* sdpa_override(numbers of arguments, promises about strides, may kernels stay). Returns whether kernels stay. */
 static PyObject *sdpa_override(PyObject *self, PyObject *args) {
     (void)self;
-    int n[NUM_OPS], cpu_out, cpu_grads, cuda_grads;
-    if (!PyArg_ParseTuple(args, "(iiiiiii)(ppp)", &n[0], &n[1], &n[2], &n[3], &n[4], &n[5], &n[6], &cpu_out, &cpu_grads,
-                          &cuda_grads))
+    int n[NUM_OPS], cpu_out, cpu_grads, cuda_grads, may_stay;
+    if (!PyArg_ParseTuple(args, "(iiiiiii)(ppp)p", &n[0], &n[1], &n[2], &n[3], &n[4], &n[5], &n[6], &cpu_out,
+                          &cpu_grads, &cuda_grads, &may_stay))
         return NULL;
     if (!fa_torch.aoti_torch_delete_library_object || !fa_torch.aoti_torch_new_uninitialized_tensor) {
         PyErr_SetString(PyExc_NotImplementedError, "this PyTorch cannot give back a kernel that was replaced");
@@ -683,11 +731,12 @@ static PyObject *sdpa_override(PyObject *self, PyObject *args) {
     }
     restore();
     cpu_out_is_like_q = cpu_out, cpu_grads_are_like_inputs = cpu_grads, cuda_grads_are_like_inputs = cuda_grads;
-    if (!override(n)) {
+    if (!override(n, may_stay)) {
         PyErr_SetString(PyExc_RuntimeError, "PyTorch's attention ops have arguments that flash_attn does not know");
         return NULL;
     }
-    Py_RETURN_NONE;
+    is_active = true;
+    return PyBool_FromLong(staying[CPU] || staying[CUDA]);
 }
 
 static PyObject *sdpa_restore(PyObject *self, PyObject *unused) {
@@ -700,8 +749,8 @@ static PyObject *sdpa_restore(PyObject *self, PyObject *unused) {
 PyMethodDef fa_sdpa_functions[] = {
     {"sdpa_override", sdpa_override, METH_VARARGS,
      "sdpa_override(numbers of arguments of the ops, (out of the CPU is like q, its gradients are like the inputs, "
-     "those "
-     "of CUDA are)): replaces the kernels of torch's attention ops"},
-    {"sdpa_restore", sdpa_restore, METH_NOARGS, "sdpa_restore(): gives torch's kernels back"},
+     "those of CUDA are), may kernels stay) -> bool: replaces the kernels of torch's attention ops, and tells whether "
+     "some stay where they are"},
+    {"sdpa_restore", sdpa_restore, METH_NOARGS, "sdpa_restore(): torch's kernels compute again"},
     {NULL, NULL, 0, NULL},
 };

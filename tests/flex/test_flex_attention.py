@@ -8,6 +8,7 @@ import threading
 import types
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import flash_attn_2_cuda
 import numpy
@@ -564,6 +565,14 @@ def test_a_changed_input_is_noticed():
     k.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_a_nested_capture_is_refused():
+    """At the first call, and when the program of the mod is known."""
+    nested = torch.nested.nested_tensor([torch.ones(8), torch.ones(4)])
+    for table in (nested, torch.ones(2, 8), nested):
+        with pytest.raises(RuntimeError, match="a capture is a nested tensor") if table is nested else nullcontext():
+            call(score_mod=lambda s, b, h, q, k: s + table[h % 2, k % 8])  # noqa: B023
 
 
 def test_a_freed_capture_is_noticed():
