@@ -37,6 +37,7 @@ OWN = {
         "torch/flex.c",
         "torch/flex_attend.c",
         "torch/flex_values.c",
+        "torch/kept_walks.c",
         "torch/module_2.c",
         "torch/positional.c",
         "torch/sdpa.c",

@@ -511,7 +511,7 @@ def test_threads_outside_of_contexts():
     assert not wrong
 
 
-FOREIGN = """
+ANOTHER_KERNEL = """
 import torch, flash_attn
 def foreign(q, k, v, *others, **options):
     return torch.full_like(q, 7.0), torch.zeros(q.shape[:3])
@@ -537,7 +537,7 @@ print(found, first())
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_kernel_of_another_package_comes_back(when):
     """Whether it was there before the first context, or came behind it."""
-    done = fresh_python.python("import sys\n" + FOREIGN, when)
+    done = fresh_python.python("import sys\n" + ANOTHER_KERNEL, when)
     assert done.stdout == "[7.0, 1.0, 7.0, 1.0, 7.0] 1.0\n", done.stderr
 
 

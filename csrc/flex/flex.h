@@ -18,6 +18,8 @@
 #include "program.h"
 
 /* What is seen of a block: nothing, what the mask_mod allows, or everything. */
+enum { FA_FLEX_MOST_KEY = 576 }; /* words that a kernel's parameters have room for, and what else walks depend on */
+
 typedef enum { FA_FLEX_EMPTY, FA_FLEX_PARTIAL, FA_FLEX_FULL } fa_flex_kind;
 
 /* For each row of blocks how many blocks are listed, and which ones, in any order. Places behind the number may hold
@@ -32,6 +34,18 @@ typedef struct {
  * if the capture is fp64. The backward adds to them. NULL: not wanted. */
 typedef void *const *fa_flex_gradients;
 
+/* The walks of a block mask that stays as it is from call to call, in memory that outlives the calls. Two calls with
+ * the same key have the same walks. The caller gives key and data of an earlier call, if there was one.
+ * fa_cuda_find_kept_walks fills in the rest for this call. `bytes` is 0 if its walks cannot be kept, and otherwise the
+ * caller gives so much memory if it is_wanted. */
+typedef struct {
+    int64_t key[FA_FLEX_MOST_KEY];
+    size_t num_key, bytes;
+    void *data;     /* in the GPU's memory; NULL: none yet */
+    void *owner;    /* of memory that the caller made for this call */
+    bool is_wanted; /* the earlier call had other walks, or there was none */
+} fa_kept_walks;
+
 typedef struct fa_flex {
     const fa_flex_bound *score;      /* the score_mod; NULL: the score stays */
     const fa_flex_bound *mask;       /* the mask_mod; NULL: everything is allowed */
@@ -45,6 +59,7 @@ typedef struct fa_flex {
     fa_flex_list partial, full;
 
     const int32_t *q_offset; /* [b] what the mods add to the row of a query; NULL: 0 */
+    fa_kept_walks *kept;     /* of a block mask that stays as it is, on a GPU; NULL: nothing is kept */
     bool blocks_have_offset; /* the rows of the block mask count from 0, too: query i lies in row i + q_offset[b] */
 
     fa_row_stats max_scores; /* forward: written if there is data */

@@ -14,6 +14,8 @@ typedef struct {
     const fa_gpu *gpu;
     const fa_driver *driver;
     CUstream stream;
+    void *walks; /* of a block mask, with its map, in memory that outlives the call; NULL: they begin the workspace */
+    bool has_walks; /* they are there */
 } fa_cuda_call;
 
 #define FA_LOG2_E 1.44269504f

@@ -12,9 +12,10 @@
 
 /* ---- the block mask ---------------------------------------------------------------------------------------------- */
 
-/* The map lies at the start of the workspace. A problem with flex has no rotated queries there. */
+/* The map is the first of the walks. A problem with flex has no rotated queries at the start of the workspace. */
 static unsigned char *block_map_of(const fa_cuda_call *call) {
-    return call->problem->flex->block_q > 0 ? call->workspace : NULL;
+    void *walks = call->walks ? call->walks : call->workspace;
+    return call->problem->flex->block_q > 0 ? walks : NULL;
 }
 
 /* One side of the tiles of a plan. */
@@ -39,7 +40,7 @@ static block_walks walks_of(const fa_cuda_call *call) {
     if (fa_block_map_bytes(p) == 0 || fa_families[plan->gpu.family].arch != 90) return (block_walks){0};
     const tiles_of_side queries = side_of(p->len_q, plan->block_q), keys = side_of(p->len_kv, plan->block_kv);
     const bool owns_keys = p->pass == FA_BWD;
-    block_walks w = {.walks = (int *)((char *)call->workspace + fa_block_walks_at(p)),
+    block_walks w = {.walks = (int *)(block_map_of(call) + fa_block_walks_at(p)),
                      .own = owns_keys ? keys : queries,
                      .other = owns_keys ? queries : keys,
                      .masks = p->flex->mask_b * p->flex->mask_h};
@@ -190,7 +191,7 @@ static fa_status find_walks(const fa_cuda_call *call, fa_cuda_flex_walks a, int6
 
 fa_status fa_cuda_make_block_walks(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
-    if (!p->flex || fa_block_map_bytes(p) == 0) return FA_OK;
+    if (!p->flex || fa_block_map_bytes(p) == 0 || call->has_walks) return FA_OK;
     const block_walks w = walks_of(call);
     const fa_gpu_plan *plan = &call->plan->gpu;
     const bool owns_keys = p->pass == FA_BWD;

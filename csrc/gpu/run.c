@@ -3,6 +3,7 @@
 #include "run.h"
 
 #include "append.h"
+#include "flex/flex.h"
 #include "launchers.h"
 #include "memory.h"
 
@@ -39,13 +40,17 @@ fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_
     fa_cuda_place place;
     fa_status status = fa_cuda_enter(problem->device_idx, &place, err);
     if (status != FA_OK) return status;
+    const fa_kept_walks *kept = problem->flex ? problem->flex->kept : NULL;
+    const bool is_kept = kept && kept->bytes > 0;
     const fa_cuda_call call = {.problem = problem,
                                .plan = plan,
                                .zero_tensors = zero_tensors,
                                .workspace = workspace,
                                .gpu = place.gpu,
                                .driver = place.driver,
-                               .stream = place.stream};
+                               .stream = place.stream,
+                               .walks = is_kept ? kept->data : NULL,
+                               .has_walks = is_kept && !kept->is_wanted};
     status = problem->h > 0 ? run_with_heads(&call, err) : run_without_heads(&call, err);
     fa_cuda_leave(&place);
     return status;

@@ -7,6 +7,8 @@
 #include "autograd.h"
 #include "check.h"
 #include "cpu/run.h"
+#include "flex/flex.h"
+#include "gpu/kept_walks.h"
 #include "gpu/memory.h"
 #include "gpu/run.h"
 #include "machine.h"
@@ -36,6 +38,27 @@ static fa_status run(const fa_problem *problem, const fa_plan *plan, bool zero_t
     return fa_cpu_run_call(problem, plan, zero_tensors, workspace, &torch_pool, err);
 }
 
+static fa_status make_memory(int device_idx, size_t bytes, AtenTensorHandle *tensor, void **data) {
+    const int64_t size = (int64_t)bytes, one = 1;
+    const bool done =
+        fa_torch.aoti_torch_empty_strided(1, &size, &one, fa_torch.u8, fa_torch.cuda, device_idx, tensor) == 0 &&
+        fa_torch.torch_get_mutable_data_ptr(*tensor, data) == 0;
+    return done ? FA_OK : FA_ENOMEM_GPU;
+}
+
+/* Finds the walks of an earlier call, or makes memory that will keep those of this one. */
+static fa_status find_kept_walks(const fa_problem *problem, const fa_plan *plan, fa_error *err) {
+    fa_kept_walks *kept = problem->flex ? problem->flex->kept : NULL;
+    AtenTensorHandle owner = NULL;
+    if (!kept) return FA_OK;
+    TRY(fa_cuda_find_kept_walks(problem, plan, kept, err));
+    if (kept->bytes == 0 || !kept->is_wanted) return FA_OK;
+    if (make_memory(problem->device_idx, kept->bytes, &owner, &kept->data) != FA_OK)
+        return fa_fail(err, FA_ENOMEM_GPU, "CUDA out of memory: the blocks of a mask need %zu bytes", kept->bytes);
+    kept->owner = owner;
+    return FA_OK;
+}
+
 /* Runs a plan in `bytes` of memory. An LSE that nobody asked for lies behind the plan's workspace. */
 static fa_status run_in(size_t bytes, fa_problem *problem, const fa_plan *plan, bool zero_tensors, fa_error *err) {
     AtenTensorHandle workspace = NULL;
@@ -45,10 +68,7 @@ static fa_status run_in(size_t bytes, fa_problem *problem, const fa_plan *plan, 
         data = fa_workspace_take(bytes);
         if (!data) status = fa_fail(err, FA_ENOMEM, "there are no %zu bytes of memory to work in", bytes);
     } else if (bytes > 0) {
-        const int64_t size = (int64_t)bytes, one = 1;
-        if (fa_torch.aoti_torch_empty_strided(1, &size, &one, fa_torch.u8, fa_torch.cuda, problem->device_idx,
-                                              &workspace) != 0 ||
-            fa_torch.torch_get_mutable_data_ptr(workspace, &data) != 0)
+        if (make_memory(problem->device_idx, bytes, &workspace, &data) != FA_OK)
             status =
                 fa_fail(err, FA_ENOMEM_GPU, "CUDA out of memory: %s needs %zu bytes of workspace", plan->kernel, bytes);
     }
@@ -99,7 +119,11 @@ fa_status fa_execute_problem(fa_problem *problem, bool only_out, fa_error *err) 
     fa_status status = make_plan(problem, &plan, err);
     if (status != FA_OK || fa_plan_only()) return status;
     if (fa_gpu_imagined()) return ask_for_kernels(problem, &plan, err);
-    return run_in(workspace_bytes(problem, &plan, only_out), problem, &plan, false, err);
+    TRY(find_kept_walks(problem, &plan, err));
+    size_t bytes = workspace_bytes(problem, &plan, only_out);
+    if (problem->flex && problem->flex->kept && problem->flex->kept->bytes == bytes)
+        bytes = 0; /* walks are all of it */
+    return run_in(bytes, problem, &plan, false, err);
 }
 
 static fa_status write_and_run(const fa_call *call, fa_problem *problem, const fa_plan *plan, fa_error *err) {

@@ -11,6 +11,7 @@
 #include "failures.h"
 #include "flex/flex.h"
 #include "flex_values.h"
+#include "kept_walks.h"
 #include "option_mods.h"
 #include "options.h"
 #include "outputs.h"
@@ -27,6 +28,7 @@
 #define V_PAGES "(num_pages, h_kv, page_size, d_v)"
 
 enum { NUM, PLACES, FULL_NUM, FULL_PLACES, NUM_LISTS };
+enum { KEPT = 2 + NUM_LISTS }; /* the last of the blocks, of a mask that stays as it is (kept_walks.h) */
 enum { Q_OFFSET, KV_LEN, BLOCK_TABLE, NUM_PLACES };
 
 /* A call: the objects that came, and the problem that they become. */
@@ -41,6 +43,7 @@ typedef struct {
     bool makes_results, wants_lse, wants_max, enables_gqa;
     PyObject *block_mask, *owned_blocks; /* a BlockMask or None, and the blocks that it became */
     fa_outputs outputs;                  /* owned: out, lse and perhaps max_scores */
+    fa_kept_of_call kept;
     fa_flex flex;
     fa_problem problem;
 } flex_call;
@@ -307,10 +310,11 @@ static fa_status read_list(flex_call *c, PyObject *const *objects, int first, fa
 }
 
 /* The sizes and lists of a BlockMask as a tuple, if its lengths are those of the call. NULL: they are not. */
-static PyObject *tuple_of_block_mask(PyObject *block_mask, const int64_t lengths[2]) {
+static PyObject *tuple_of_block_mask(PyObject *block_mask, const int64_t lengths[2], bool on_gpu) {
     static const char *const names[] = {"seq_lengths", "BLOCK_SIZE",         "kv_num_blocks",
                                         "kv_indices",  "full_kv_num_blocks", "full_kv_indices"};
     enum { NUM_NAMES = sizeof names / sizeof *names };
+    static PyObject *name_of_kept;
     static PyObject *interned[NUM_NAMES];
     PyObject *found[NUM_NAMES] = {NULL}, *tuple = NULL;
     bool fits = true;
@@ -323,10 +327,14 @@ static PyObject *tuple_of_block_mask(PyObject *block_mask, const int64_t lengths
         PyObject *length = PyTuple_GetItem(found[0], i);
         fits = PyLong_CheckExact(length) && PyLong_AsLongLong(length) == lengths[i];
     }
+    if (!name_of_kept) name_of_kept = PyUnicode_InternFromString("kept_walks");
+    PyObject *kept = fits && on_gpu && name_of_kept ? PyObject_GetAttr(block_mask, name_of_kept) : NULL;
+    if (!kept) PyErr_Clear();
     if (fits)
-        tuple = PyTuple_Pack(6, PyTuple_GetItem(found[1], 0), PyTuple_GetItem(found[1], 1), found[2], found[3],
-                             found[4], found[5]);
+        tuple = PyTuple_Pack(kept ? KEPT + 1 : KEPT, PyTuple_GetItem(found[1], 0), PyTuple_GetItem(found[1], 1),
+                             found[2], found[3], found[4], found[5], kept);
     for (int i = 0; i < NUM_NAMES; i++) Py_XDECREF(found[i]);
+    Py_XDECREF(kept);
     return tuple;
 }
 
@@ -341,13 +349,13 @@ static fa_status read_blocks(flex_call *c, fa_error *err) {
     const fa_problem *p = &c->problem;
     PyObject *objects[2 + NUM_LISTS];
     if (c->block_mask && c->block_mask != Py_None) {
-        c->owned_blocks = tuple_of_block_mask(c->block_mask, (int64_t[]){p->len_q, p->len_kv});
+        c->owned_blocks = tuple_of_block_mask(c->block_mask, (int64_t[]){p->len_q, p->len_kv}, p->device == FA_CUDA);
         REQUIRE(c->owned_blocks, "block_mask must be a BlockMask of the lengths of the call");
         c->blocks = c->owned_blocks;
     }
     if (c->blocks == Py_None) return FA_OK;
-    REQUIRE(PyTuple_Check(c->blocks) && PyTuple_Size(c->blocks) == 2 + NUM_LISTS,
-            "blocks must be None or two sizes and four lists");
+    REQUIRE(PyTuple_Check(c->blocks) && (PyTuple_Size(c->blocks) == KEPT || PyTuple_Size(c->blocks) == KEPT + 1),
+            "blocks must be None or two sizes, four lists, and perhaps what is kept");
     for (int i = 0; i < 2 + NUM_LISTS; i++) objects[i] = PyTuple_GetItem(c->blocks, i);
     f->block_q = PyLong_AsLongLong(objects[0]), f->block_kv = PyLong_AsLongLong(objects[1]);
     if (PyErr_Occurred()) PyErr_Clear(), f->block_q = 0;
@@ -424,8 +432,11 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     }
     if (c->problem.h_kv == 0) return FA_OK; /* no tensor has an element */
     const bool only_out = c->makes_results && !c->wants_lse;
+    if (f->partial.num && PyTuple_Size(c->blocks) > KEPT && c->problem.device == FA_CUDA)
+        c->flex.kept = fa_offer_kept_walks(&c->kept, c->blocks, c->mask, pass);
     Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, only_out, err);
-    Py_END_ALLOW_THREADS return status;
+    Py_END_ALLOW_THREADS if (c->flex.kept) fa_settle_kept_walks(&c->kept, status);
+    return status;
 }
 
 static PyObject *finish(flex_call *c, fa_pass pass) {

@@ -12,8 +12,8 @@
  * the dispatcher, so it cannot come back here.
  *
  * The dispatcher must not lose a kernel while another thread calls it: the thread would run freed memory. So kernels of
- * scaled_dot_product_attention stay in the dispatcher once they are there, and hand on all calls while flash_attn is not
- * active. */
+ * scaled_dot_product_attention stay in the dispatcher once they are there, and hand on all calls while flash_attn is
+ * not active. */
 #include "sdpa.h"
 
 #include <float.h>

@@ -53,7 +53,7 @@ class Call:
 
     def tensors(self):
         """The tensors of the mask and of the places of sequences, and Nones."""
-        blocks = () if self.blocks is None else self.blocks[2:]
+        blocks = () if self.blocks is None else self.blocks[2:6]
         places = () if self.sequences is None else self.sequences[:3]
         return *blocks, *places, *(() if self.mask is None else self.mask[1])
 
@@ -494,7 +494,7 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
     if plain is not None:
         out = _record((out, lse, False, (scale, None, None, None, False, plain), ()), query, key, value)
         return out, lse, max_scores
-    others = () if blocks is None else blocks[2:]
+    others = () if blocks is None else blocks[2:6]
     others = others if mask is None else others + mask[1]
     parts = scale, _without_tensors(score), mask, blocks, wants_max
     found = _record((out, lse, wants_lse, parts, others), query, key, value, *tensors)

@@ -221,6 +221,8 @@ def create_block_mask(
     block_mask = BlockMask(seq_lengths=(Q_LEN, KV_LEN), BLOCK_SIZE=block, mask_mod=mask_mod, **lists)
     if not torch.is_inference_mode_enabled():  # its tensors do not tell whether they were changed
         block_mask.lists_of_mask_mod = _state_of(block_mask, mask)
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            block_mask.kept_walks = KeptWalks()
         ops.note_lists([lists[name] for name in LISTS], (mask[0].text, mask[1], mask[2]), len_q, len_kv, block)
     return block_mask
 
@@ -243,6 +245,22 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
     sizes = (b, h, len_q, len_kv, block_q, block_kv)
     calls.classify(program.text, tensors, numbers, lists, *sizes, q_offset)
     return dict(zip(NAMES, lists))
+
+
+class KeptWalks(list):
+    """What calls on a GPU find in a block mask, for the next ones: of the forward and of the backward.
+
+    C fills it in (csrc/torch/kept_walks.h). A copy has nothing, because it belongs to other tensors.
+    """
+
+    def __init__(self):
+        super().__init__([None, None])
+
+    def __deepcopy__(self, memo):
+        return KeptWalks()
+
+    def __reduce__(self):
+        return KeptWalks, ()
 
 
 def _state_of(block_mask, mask):

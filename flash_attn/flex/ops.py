@@ -334,7 +334,7 @@ def classify(device, program, tensors, numbers, shape, block_size):
 def _shared_of(call, tensors):
     """The arguments that both ops share."""
     blocks = () if call.blocks is None else call.blocks
-    lists = [x for x in blocks[2:] if x is not None]
+    lists = [x for x in blocks[2:6] if x is not None]
     sequences = ([], False) if call.sequences is None else (list(call.sequences[:3]), call.sequences.blocks_have_offset)
     mods = *_mod_of_op(call.score_with(tensors)), *_mod_of_op(call.mask)
     return call.scale, False, *mods, list(blocks[:2]), lists, *sequences
