@@ -199,6 +199,38 @@ def test_kv():
 
 
 @pytest.mark.parametrize("interleaved", BOTH)
+@pytest.mark.parametrize("form", ["three", "grouped", "kv"])
+def test_second_derivatives(form, interleaved):
+    """The backward of the in-place functions is a rotation, and autograd records the rotation."""
+    (cos, sin), offsets = tables(10, 12, torch.double), torch.tensor([5, 2])
+    x = torch.randn({"three": (2, 4, 3, 2, 16), "grouped": (2, 4, 4, 16), "kv": (2, 4, 2, 2, 16)}[form]).double()
+
+    def turn(x):
+        if form == "kv":
+            return apply_rotary_emb_kv_(x * 1, cos, sin, interleaved, offsets)
+        num_heads_q = 2 if form == "grouped" else None
+        return apply_rotary_emb_qkv_(x * 1, cos, sin, 2 * cos, 2 * sin, interleaved, offsets, num_heads_q)
+
+    def turn_plainly(x):
+        q, k, v = {
+            "three": lambda: x.unbind(2), "grouped": lambda: x.split([2, 1, 1], 2), "kv": lambda: (None, *x.unbind(2)),
+        }[form]()  # fmt: skip
+        of_k = (cos, sin) if form == "kv" else (2 * cos, 2 * sin)
+        turned = (None if q is None else (q, cos, sin)), (k, *of_k)
+        rows = torch.arange(4) + offsets[:, None]
+        parts = [apply_rotary_emb_torch(y, c[rows], s[rows], interleaved) for y, c, s in filter(None, turned)] + [v]
+        return torch.cat(parts, 2) if form == "grouped" else torch.stack(parts, 2)
+
+    def gradient_of_penalty(function):
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(leaf).pow(3).sum(), leaf, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), leaf)[0]
+
+    expected = gradient_of_penalty(turn_plainly)
+    torch.testing.assert_close(gradient_of_penalty(turn), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("interleaved", BOTH)
 @pytest.mark.parametrize("scale_base", [None, 512.0])
 def test_module(scale_base, interleaved):
     """Scores of rotated q and k depend on the distance only, and XPos scales the scores by the distance."""

@@ -72,6 +72,14 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     return torch.cat((turned, kept), dim=-1)
 
 
+def _turn_back(dx, grad, cos, sin, offsets, interleaved):
+    """Writes the gradient ``grad`` of a rotated tensor into ``dx``, which is a copy of ``grad``."""
+    if torch.is_grad_enabled():  # autograd records this backward for a second derivative, and has to see the rotation
+        dx.copy_(apply_rotary(grad, cos, sin, offsets, interleaved=interleaved, conjugate=True))
+    else:
+        apply_rotary(dx, cos, sin, offsets, interleaved=interleaved, inplace=True, conjugate=True)
+
+
 # NOTE: the in-place functions return their input without mark_dirty. mark_dirty would refuse a leaf that requires grad,
 # and views made by unbind or split. Only the returned tensor has the right history. Autograd does not see the write. So
 # do not rotate a tensor that an earlier operation has saved for its backward.
@@ -162,9 +170,9 @@ class ApplyRotaryEmbQKV_(torch.autograd.Function):
         cos, sin, cos_k, sin_k, offsets = ctx.saved_tensors
         offsets = ctx.seqlen_offsets if offsets is None else offsets
         dqkv = grad.clone(memory_format=torch.contiguous_format)
-        dq, dk = _heads_of_q_and_k(dqkv, ctx.num_heads_q)
-        apply_rotary(dq, cos, sin, offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True)
-        apply_rotary(dk, cos_k, sin_k, offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True)
+        (dq, dk), (of_q, of_k) = (_heads_of_q_and_k(x, ctx.num_heads_q) for x in (dqkv, grad))
+        _turn_back(dq, of_q, cos, sin, offsets, ctx.interleaved)
+        _turn_back(dk, of_k, cos_k, sin_k, offsets, ctx.interleaved)
         return (dqkv,) + (None,) * 7
 
 
@@ -194,7 +202,7 @@ class ApplyRotaryEmbKV_(torch.autograd.Function):
         cos, sin, offsets = ctx.saved_tensors
         offsets = ctx.seqlen_offsets if offsets is None else offsets
         dkv = grad.clone(memory_format=torch.contiguous_format)
-        apply_rotary(dkv[:, :, 0], cos, sin, offsets, interleaved=ctx.interleaved, inplace=True, conjugate=True)
+        _turn_back(dkv[:, :, 0], grad[:, :, 0], cos, sin, offsets, ctx.interleaved)
         return (dkv,) + (None,) * 4
 
 
