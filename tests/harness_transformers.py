@@ -35,6 +35,11 @@ MLA = {
     "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1,
 }  # fmt: skip
+# Pix2Struct's configuration has no range of initial weights, and the model asks for one.
+PIX2STRUCT = {
+    "vocab_size": 97, "hidden_size": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0,
+    "pad_token_id": 0, "decoder_start_token_id": 0, "initializer_range": 0.02, "initializer_factor": 1.0,
+}  # fmt: skip
 PEGASUS_X = {**BART, **HALVES, "pad_token_id": 0, "block_size": 8, "num_global_tokens": 4}
 MODELS = {  # the configuration, its options, and the attention to compare with
     "Llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, "sdpa"),
@@ -57,6 +62,8 @@ MODELS = {  # the configuration, its options, and the attention to compare with
     ),
     "PEGASUS-X": ("PegasusXForConditionalGeneration", "PegasusXConfig", PEGASUS_X, "eager"),
     "AIMv2": ("Aimv2TextModel", "Aimv2TextConfig", SMALL, "eager"),
+    "Doge": ("DogeForCausalLM", "DogeConfig", {**GROUPED, "keep_window_size": 7}, "sdpa"),
+    "Pix2Struct": ("Pix2StructTextModel", "Pix2StructTextConfig", PIX2STRUCT, "sdpa"),
     "DeepSeek": ("DeepseekV3ForCausalLM", "DeepseekV3Config", MLA, "sdpa"),
     "Llama4": (
         "Llama4ForCausalLM", "Llama4TextConfig",

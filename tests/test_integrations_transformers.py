@@ -438,6 +438,27 @@ def test_a_bias_of_positions(registered, calls, attention):
     assert mine.generate(ids, **options).equal(theirs.generate(ids, **options))
 
 
+@pytest.mark.parametrize("attention", ["flash_attn", "flex_attention"])
+@pytest.mark.parametrize("name", ["Doge", "Pix2Struct"])
+def test_layers_that_index_their_mask(registered, calls, name, attention):
+    """Doge adds a bias of each key and keeps the 7 largest of a row. Pix2Struct cuts the mask to its keys."""
+    theirs, mine = models(name, attention)
+    ids, mask = tokens(side="left" if name == "Doge" else "right")
+    more = {"encoder_hidden_states": torch.randn(3, 5, 64)} if name == "Pix2Struct" else {}
+    found = []
+    for model in (mine, theirs):
+        logits = model(ids, attention_mask=mask, **more).logits[mask.bool()]
+        logits.square().mean().backward()
+        found.append(logits.detach())
+    close(*found, 1e-5)
+    assert calls
+    for parameter, other in zip(mine.parameters(), theirs.parameters()):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+    if name == "Doge":
+        options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+        assert mine.generate(ids, **options).equal(theirs.generate(ids, **options))
+
+
 def test_values_of_another_width(registered):
     """MLA: keys have 24 columns, and values 12."""
     theirs, mine = models("DeepSeek")

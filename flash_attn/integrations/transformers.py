@@ -42,6 +42,8 @@ KNOWN = (NAME, *WITHOUT_GPU)
 LOOK_AT_POSITIONS = "_preprocess_mask_arguments", "find_packed_sequence_indices"
 # Decoders whose modules say that they are not causal. So their causal mask is never left out.
 SAY_NOT_CAUSAL = ("aimv2_text_model", "pegasus_x")
+# Models whose layers index a mask (b, 1, len_q, len_kv), also under "flex_attention".
+INDEX_MASKS = ("doge", "pix2struct_text_model")
 
 
 # ---- the mask of a forward pass ------------------------------------------------------------------------------------
@@ -228,6 +230,8 @@ def mask_for_flex(
 
     mask_function = causal_mask_function if mask_function is None else mask_function
     options = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function, "use_vmap": use_vmap}
+    if getattr(others.get("config"), "model_type", None) in INDEX_MASKS:
+        return dense_mask(q_length, kv_length, batch_size=batch_size, **options, **others)
     if torch.compiler.is_compiling() or (not use_vmap and rule_of(mask_function) is not None):
         return mask_for_flash(batch_size, q_length, kv_length, **options, **others)
     padding = others.get("attention_mask")
