@@ -73,6 +73,19 @@ def test_module_is_pytorchs(smoothing, reduction):
     torch.testing.assert_close(x.grad, reference.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_logits_whose_squares_overflow():
+    """Without a z-loss nothing is squared. A small weight keeps a z-loss finite."""
+    values, labels = torch.tensor([[3e19, 1e19, 0.0], [1.0, 2.0, 3.0]]), torch.tensor([1, 2])
+    for z_scale in (0.0, 1e-10):
+        x, reference = values.clone().requires_grad_(), values.double().requires_grad_()
+        losses, z_losses = cross_entropy_loss(x, labels, lse_square_scale=z_scale)
+        expected, expected_z = formula(reference, labels, 0.0, 1.0, z_scale)
+        torch.testing.assert_close(losses.double(), expected)
+        torch.testing.assert_close(z_losses.double(), expected_z)
+        losses.sum().backward(), expected.sum().backward()
+        torch.testing.assert_close(x.grad.double(), reference.grad)
+
+
 def test_module_z_loss():
     x, labels = problem()
     kept = (labels != IGNORED).sum()

@@ -78,7 +78,8 @@ class CrossEntropyLoss(torch.autograd.Function):
             lse = torch.stack(lse_of_ranks).logsumexp(0)
             dist.all_reduce(target, group=process_group)
 
-        z_losses = torch.where(kept, lse_square_scale * lse.square(), 0.0)
+        # lse^2 overflows beyond 1.8e19 in fp32. Without a z-loss 0 * inf would be NaN.
+        z_losses = torch.where(kept, lse_square_scale * lse * lse, 0.0) if lse_square_scale else torch.zeros_like(lse)
         losses = torch.where(kept, lse - target, 0.0) + z_losses
         ctx.save_for_backward(logits, lse, columns, kept, here)
         ctx.smoothing, ctx.logit_scale, ctx.lse_square_scale = smoothing, logit_scale, lse_square_scale
