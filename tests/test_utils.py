@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,24 @@ def test_graphs_decode_what_the_model_decodes(rotary_emb_dim, device, capsys):
         model(prompt[:, :4], inference_params=steps.inference_params)
         found = steps.run(prompt[:, 4:], torch.arange(4, 7, device=device).expand(2, 3), 4)
         torch.testing.assert_close(found, model(prompt, num_last_tokens=3).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_graphs_of_a_copy_have_its_weights(copied, device):
+    """A shallow copy has the graphs of its origin until it decodes, and leaves them to its origin."""
+    torch.manual_seed(0)
+    model, prompt = TinyGPT(16).to(device), torch.randint(0, 19, (2, 3), device=device)
+    model.generate(prompt, 9, cg=True)
+    cache, other = model._decoding_cache, copied(model)
+    if copied is not copy.copy:
+        assert not other._decoding_cache.callables and other._decoding_cache.inference_params is None
+    other._modules = {**other._modules, "head": torch.nn.Linear(32, 19, bias=False).to(device)}
+    for one in (other, model):
+        expected, found = (decode(prompt, one, 9, cg=cg) for cg in (False, True))
+        assert found.sequences.equal(expected.sequences)
+        torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-5)
+    assert model._decoding_cache is cache is not other._decoding_cache
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,6 +5,7 @@ A model called ``model(input_ids, position_ids=..., inference_params=..., num_la
 """
 
 import time
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Callable, NamedTuple, Optional, Union
@@ -422,6 +423,8 @@ def _stepper(model, batch, length, max_length, cg, decoding_seqlens, tensor_para
 class DecodingCGCache:
     """The graphs of a model's decoding steps, and the caches that the graphs read and write.
 
+    The graphs read this model's weights. So a copy of a ``DecodingCGCache`` is empty, and so is one that was pickled.
+
     Args:
         max_batch_size, max_seqlen: sequences and tokens for which the caches have room.
         device, dtype: of the caches.
@@ -442,6 +445,10 @@ class DecodingCGCache:
     mempool: Optional[tuple[int, int]] = None
     inference_params: Optional[InferenceParams] = None
     run: Optional[Step] = None
+    _model = None  # a weak reference to the model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 @torch.inference_mode()
@@ -461,7 +468,8 @@ def update_graph_cache(
     Args:
         model: a module, called as the first lines of ``utils.generation`` say. It has ``allocate_inference_cache`` or a
             transformers ``config``.
-        cache: a former result, whose graphs are kept if its memory is large enough and of the same kind, or None.
+        cache: a former result, whose graphs are kept if its memory is large enough and of the same kind, or None. A
+            result of another model is left as it is, and a new one is made.
         batch_size: sequences of a step.
         seqlen_og: tokens of the prompt.
         max_seqlen: tokens that the caches must hold.
@@ -483,7 +491,9 @@ def update_graph_cache(
     ...     cache.run(torch.tensor([[3]]), torch.tensor([[2]]), 2).shape
     torch.Size([1, 1, 5])
     """
-    cache = DecodingCGCache() if cache is None else cache
+    if cache is None or (cache._model is not None and cache._model() is not model):
+        cache = DecodingCGCache()
+    cache._model = weakref.ref(model)
     parameter = next(iter(model.parameters()))
     device, dtype = parameter.device, dtype or parameter.dtype
     enough = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
