@@ -278,6 +278,31 @@ def test_module_cache():
     assert rotary(grouped.clone(), num_heads_q=4)[:, :, 5].equal(grouped[:, :, 5])
 
 
+def tables_of(rotary, rows=4096):
+    made = rotary._tables(rows, "cpu", torch.float32)
+    return torch.stack([x for x in made if x is not None])
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+@pytest.mark.parametrize("assigned", BOTH)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_conversions_do_not_round_the_frequencies(low, assigned, scale_base):
+    """Also inside a model, of frequencies that a program has assigned, and if something else rounds the buffers."""
+    expected, rotary = (RotaryEmbedding(64, scale_base=scale_base) for _ in range(2))
+    if assigned:
+        expected.inv_freq = expected._compute_inv_freq() * torch.linspace(1, 0.3, 32)
+        rotary.inv_freq = expected.inv_freq.clone()
+    model = torch.nn.Sequential(rotary, torch.nn.Linear(2, 2)).to(low)
+    assert model[1].weight.dtype == low and tables_of(rotary).equal(tables_of(expected))
+    assert tables_of(model.double().to(low).float()[0]).equal(tables_of(expected))
+    if assigned:
+        expected.inv_freq = expected.inv_freq.to(low).float()
+    for buffer in rotary.buffers():
+        buffer.data = buffer.data.to(low)
+    for rounded in (rotary, rotary.float()):
+        assert tables_of(rounded).equal(tables_of(expected))
+
+
 def test_module_cache_survives_inference_mode():
     rotary = RotaryEmbedding(8)
     with torch.inference_mode():

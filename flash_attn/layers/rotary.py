@@ -294,12 +294,24 @@ def apply_rotary_emb_kv_(
     return recorded(ApplyRotaryEmbKV_, kv, cos, sin, interleaved, seqlen_offsets)
 
 
+def _unrounded(buffer, compute, device):
+    """A buffer in fp32. Where it holds what ``compute`` makes, rounded to another dtype, the values are exact again."""
+    values = buffer.to(device)
+    if values.dtype == torch.float32:
+        return values
+    exact = compute(device)
+    return torch.where(values == exact.to(values.dtype), exact, values.float())
+
+
 class RotaryEmbedding(torch.nn.Module):
     """Rotates q and k in place and keeps the tables of cos and sin, made in fp32 and stored in the dtype of q.
 
     With ``scale_base`` (XPos), scores fade with distance. Row p of q's tables is multiplied by
     ``scale ** ((p - s // 2) / scale_base)``, where ``scale = (2 i + 0.4 dim) / (1.4 dim)``. Row p of k's tables is
     divided by the same factor.
+
+    The buffers ``inv_freq`` and ``scale`` stay fp32 where a conversion such as ``module.half()`` would round them. A
+    program may assign another ``inv_freq`` ``[dim / 2]`` before the first call, for longer sequences.
 
     Args:
         dim: rotated dimensions r of each head, even.
@@ -325,16 +337,27 @@ class RotaryEmbedding(torch.nn.Module):
         super().__init__()
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
         self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
-        scale = None
-        if scale_base is not None:
-            scale = (torch.arange(0, dim, 2, device=device, dtype=torch.float32) + 0.4 * dim) / (1.4 * dim)
-        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("scale", None if scale_base is None else self._compute_scale(device), persistent=False)
         self._seq_len_cached = 0
         self._cos_cached = self._sin_cached = None
         self._cos_k_cached = self._sin_k_cached = None
 
     def _compute_inv_freq(self, device=None):
         return 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _compute_scale(self, device=None):
+        return (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) + 0.4 * self.dim) / (1.4 * self.dim)
+
+    # NOTE: positions in the thousands need the fp32 frequencies. So module.half() must not round them, because a
+    # module.float() afterwards would keep them rounded.
+    def _apply(self, fn, recurse=True):
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, compute in (("inv_freq", self._compute_inv_freq), ("scale", self._compute_scale)):
+            made = self._buffers[name]
+            if made is not None and made.dtype != before[name].dtype:
+                self._buffers[name] = _unrounded(before[name], compute, made.device)
+        return self
 
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
         """Make the tables for at least ``seqlen`` positions, unless the present tables serve."""
@@ -352,16 +375,13 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _tables(self, seqlen, device, dtype):
         """cos and sin of q and of k. Those of k are None if q and k share tables."""
-        # NOTE: module.half() rounds the buffer, and positions in the thousands need the fp32 frequencies.
-        fp32 = self.inv_freq.dtype == torch.float32
-        inv_freq = self.inv_freq.to(device) if fp32 else self._compute_inv_freq(device)
         positions = torch.arange(seqlen, device=device, dtype=torch.float32)
-        angles = torch.outer(positions, inv_freq)
+        angles = torch.outer(positions, _unrounded(self.inv_freq, self._compute_inv_freq, device))
         cos, sin = angles.cos(), angles.sin()
         if self.scale is None:
             return cos.to(dtype), sin.to(dtype), None, None
         power = (positions - seqlen // 2) / self.scale_base
-        scale = self.scale.to(device=device, dtype=torch.float32) ** power[:, None]
+        scale = _unrounded(self.scale, self._compute_scale, device) ** power[:, None]
         return tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
 
     def forward(
