@@ -141,10 +141,26 @@ class _Handle:
         if self.priority is not None:
             self.priority.restore()
 
+    def put_before_cudnn(self, is_wanted):
+        if is_wanted and self.priority is None:
+            self.priority = _Priority()
+        elif not is_wanted and self.priority is not None:
+            self.priority.restore()
+            self.priority = None
+
+
+_handle = None  # the last one; the one that PyTorch keeps, if this package is active
+
+
+def _make_handle():
+    global _handle
+    _handle = _Handle()
+    return _handle
+
 
 _HAS_LIST = hasattr(torchs, "register_flash_attention_impl")  # since torch 2.10
 if _HAS_LIST:
-    torchs.register_flash_attention_impl(NAME, register_fn=_Handle)
+    torchs.register_flash_attention_impl(NAME, register_fn=_make_handle)
 
 
 def is_active() -> bool:
@@ -186,7 +202,8 @@ def _restore():
 # ---- what users call ------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_depth, _before = 0, None
+_open = {}  # the before_cudnn of each context, in the order in which they were entered
+_before, _order_before = None, True  # outside of all contexts: the implementation, and its before_cudnn
 
 
 def register(*, before_cudnn: bool = True) -> None:
@@ -200,7 +217,8 @@ def register(*, before_cudnn: bool = True) -> None:
     kernel a call takes, and why.
 
     Args:
-        before_cudnn: on Hopper and Blackwell PyTorch prefers cuDNN's attention. True puts flash attention first.
+        before_cudnn: on Hopper and Blackwell PyTorch prefers cuDNN's attention. True puts flash attention first. The
+            last call decides, also for the contexts that are open.
 
     >>> register()
     >>> q = torch.randn(1, 4, 6, 16)
@@ -208,11 +226,12 @@ def register(*, before_cudnn: bool = True) -> None:
     torch.Size([1, 4, 6, 16])
     >>> torch.nn.attention.restore_flash_attention_impl()
     """
-    global _before
+    global _before, _order_before
     _check(before_cudnn)
     with _lock:
         _activate(NAME, before_cudnn)
-        _before = NAME  # for the contexts that are open
+        _before, _order_before = NAME, before_cudnn
+        _open.update(dict.fromkeys(_open, before_cudnn))
 
 
 @contextlib.contextmanager
@@ -224,7 +243,8 @@ def sdpa(*, before_cudnn: bool = True) -> Iterator[None]:
     outside, PyTorch's own kernel computes it from the same saved tensors.
 
     Args:
-        before_cudnn: as for ``register``.
+        before_cudnn: as for ``register``. Of the open contexts, the one that was entered last decides. The order of
+            the others comes back when it ends.
 
     >>> q = torch.randn(1, 4, 6, 16)
     >>> with sdpa():
@@ -232,18 +252,26 @@ def sdpa(*, before_cudnn: bool = True) -> Iterator[None]:
     >>> out.shape
     torch.Size([1, 4, 6, 16])
     """
-    global _depth, _before
+    global _before, _order_before
     _check(before_cudnn)
+    context = object()
     with _lock:
-        if _depth == 0:
+        if not _open:
             _before = torchs.current_flash_attention_impl()
-        if not is_active():
+            _order_before = is_active() and _handle.priority is not None
+        if is_active():
+            _handle.put_before_cudnn(before_cudnn)
+        else:
             _activate(NAME, before_cudnn)
-        _depth += 1
+        _open[context] = before_cudnn
     try:
         yield
     finally:
         with _lock:
-            _depth -= 1
-            if _depth == 0 and _before != NAME and is_active():
+            del _open[context]
+            if not is_active():
+                pass
+            elif _open or _before == NAME:
+                _handle.put_before_cudnn(next(reversed(_open.values()), _order_before))
+            else:
                 _restore() if _before is None else _activate(_before)

@@ -72,6 +72,9 @@ def test_priority_comes_back():
     before = torch._fused_sdp_choice(q, k, v), torch._C._get_sdp_priority_order()
     with flash_attn.sdpa():
         assert torch._fused_sdp_choice(q, k, v) == int(SDPBackend.FLASH_ATTENTION.value)
+        with flash_attn.sdpa(before_cudnn=False):
+            assert (torch._fused_sdp_choice(q, k, v), torch._C._get_sdp_priority_order()) == before
+        assert torch._fused_sdp_choice(q, k, v) == int(SDPBackend.FLASH_ATTENTION.value)
     assert (torch._fused_sdp_choice(q, k, v), torch._C._get_sdp_priority_order()) == before
     with flash_attn.sdpa(before_cudnn=False):
         assert torch._fused_sdp_choice(q, k, v) == before[0]

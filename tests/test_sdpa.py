@@ -453,6 +453,60 @@ def test_another_implementation_comes_back():
     torchs.restore_flash_attention_impl()
 
 
+@pytest.fixture
+def orders(monkeypatch):
+    """What has become of PyTorch's order, which it makes on a GPU only."""
+    made = []
+
+    class Priority:
+        def __init__(self):
+            made.append("ours")
+
+        def restore(self):
+            made.append("PyTorch's")
+
+    monkeypatch.setattr(flash_attn._sdpa, "_Priority", Priority)
+    return lambda: made[-1] if made else "PyTorch's"
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_the_order_of_nested_contexts(orders, outer):
+    names = {True: "ours", False: "PyTorch's"}
+    with flash_attn.sdpa(before_cudnn=outer):
+        for inner in (True, False, True):
+            with flash_attn.sdpa(before_cudnn=inner):
+                assert orders() == names[inner]
+            assert orders() == names[outer]
+    assert orders() == names[False] and not is_ours()
+
+    flash_attn.register(before_cudnn=outer)
+    assert orders() == names[outer]
+    with flash_attn.sdpa(before_cudnn=not outer):
+        assert orders() == names[not outer]
+    assert orders() == names[outer] and is_ours()
+    flash_attn.register(before_cudnn=not outer)
+    assert orders() == names[not outer]
+    with flash_attn.sdpa(before_cudnn=not outer), flash_attn.sdpa(before_cudnn=not outer):
+        flash_attn.register(before_cudnn=outer)
+        assert orders() == names[outer]
+        with flash_attn.sdpa(before_cudnn=not outer):
+            assert orders() == names[not outer]
+        assert orders() == names[outer]
+    assert orders() == names[outer] and is_ours()
+    torchs.restore_flash_attention_impl()
+    assert orders() == names[False]
+
+
+def test_the_order_where_the_outer_context_ends_first(orders):
+    """As contexts of two threads may."""
+    first, second = flash_attn.sdpa(before_cudnn=True), flash_attn.sdpa(before_cudnn=False)
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert orders() == "PyTorch's" and is_ours()
+    second.__exit__(None, None, None)
+    assert orders() == "PyTorch's" and not is_ours()
+
+
 def test_threads_share_the_switch():
     """The context of one thread ends while another thread is in its own."""
     q, k, v = inputs(1, 2, 2, 50, 50, 16, torch.float32)
