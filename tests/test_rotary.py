@@ -200,8 +200,8 @@ def test_kv():
 
 @pytest.mark.parametrize("interleaved", BOTH)
 @pytest.mark.parametrize("form", ["three", "grouped", "kv"])
-def test_second_derivatives(form, interleaved):
-    """The backward of the in-place functions is a rotation, and autograd records the rotation."""
+def test_second_derivatives_and_batches_of_gradients(form, interleaved):
+    """The backward of the in-place functions is a rotation, and autograd and vmap see the rotation."""
     (cos, sin), offsets = tables(10, 12, torch.double), torch.tensor([5, 2])
     x = torch.randn({"three": (2, 4, 3, 2, 16), "grouped": (2, 4, 4, 16), "kv": (2, 4, 2, 2, 16)}[form]).double()
 
@@ -228,6 +228,12 @@ def test_second_derivatives(form, interleaved):
 
     expected = gradient_of_penalty(turn_plainly)
     torch.testing.assert_close(gradient_of_penalty(turn), expected, rtol=1e-12, atol=1e-12)
+
+    leaf, several = x.clone().requires_grad_(), torch.randn(3, *x.shape).double()
+    expected = [torch.autograd.grad(turn_plainly(leaf), leaf, dout)[0] for dout in several]
+    for create_graph in BOTH:
+        found = torch.autograd.grad(turn(leaf), leaf, several, is_grads_batched=True, create_graph=create_graph)[0]
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("interleaved", BOTH)

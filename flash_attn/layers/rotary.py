@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn._dispatch import recorded
+from flash_attn._dispatch import is_unseen, recorded
 from flash_attn._types import Device, Offset
+from flash_attn._vmap import is_batch_of_gradients
 from flash_attn.ops.triton.rotary import apply_rotary
 
 __all__ = [
@@ -74,7 +75,8 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 def _turn_back(dx, grad, cos, sin, offsets, interleaved):
     """Writes the gradient ``grad`` of a rotated tensor into ``dx``, which is a copy of ``grad``."""
-    if torch.is_grad_enabled():  # autograd records this backward for a second derivative, and has to see the rotation
+    # Autograd has to see the rotation if it records this backward for a second derivative. A vmap has to see it, too.
+    if torch.is_grad_enabled() or not is_unseen() or is_batch_of_gradients(grad):
         dx.copy_(apply_rotary(grad, cos, sin, offsets, interleaved=interleaved, conjugate=True))
     else:
         apply_rotary(dx, cos, sin, offsets, interleaved=interleaved, inplace=True, conjugate=True)
