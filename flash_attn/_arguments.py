@@ -33,10 +33,16 @@ def has_distributed(values):
     return False
 
 
+def _of_numpy(x):
+    """A NumPy array without dimensions gives its number, because the caller may write it. All else stays."""
+    is_array = type(x) not in _USUAL and getattr(x, "ndim", None) == 0 and not is_compiling()
+    return x.item() if is_array else x
+
+
 def as_int(x, name):
     """Returns a Python integer. A tensor of one element gives its value, and a CUDA tensor waits for the device."""
     if not isinstance(x, torch.Tensor):
-        return x
+        return _of_numpy(x)
     if x.numel() != 1:
         raise RuntimeError(f"{name} must be one integer; it is a tensor of shape {tuple(x.shape)}")
     check_storage(name, x)
@@ -66,12 +72,12 @@ def as_window(window_size):
 
 
 def as_number(x, name):
-    """Returns the number of a tensor of one element. What is no tensor stays, and so does a tensor of another size.
+    """Returns the number of a tensor of one element. A tensor of another size stays, for the op to refuse.
 
     The backward needs the number of the forward, and the tensor may be written in between.
     """
     if not isinstance(x, torch.Tensor) or is_compiling():
-        return x
+        return _of_numpy(x)
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name} gets no gradient, and it requires grad: detach it. A factor of q has a gradient")
     return x.item() if x.numel() == 1 else x

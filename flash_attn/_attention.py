@@ -272,6 +272,7 @@ def attend(
     if lengths:
         lengths = (*lengths[:2], as_int(lengths[2], "max_seqlen_q"), as_int(lengths[3], "max_seqlen_k"))
     causal, softcap = as_number(causal, "causal"), as_number(softcap, "softcap")
+    dropout_p = as_number(dropout_p, "dropout_p")
     mask = as_scale(softmax_scale, tensors[0]), causal, as_window(window_size), softcap
     has_transforms = transforms_are_active()
     if is_exporting() and not has_transforms:

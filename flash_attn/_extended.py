@@ -405,6 +405,7 @@ def attend(
     shape = _check(q, k, attn_bias, attn_mask, sinks, lengths)
     softmax_scale = float(interface._as_scale(softmax_scale, q))
     causal, softcap = interface._as_number(causal, "causal"), float(interface._as_number(softcap, "softcap"))
+    dropout_p = interface._as_number(dropout_p, "dropout_p")
     mask = softmax_scale, bool(causal), *map(int, interface._as_window(window_size)), softcap
     leaves = [x for x in (q, k, v, attn_bias, sinks) if x is not None]
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)

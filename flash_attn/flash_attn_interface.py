@@ -548,8 +548,9 @@ def flash_attn_with_kvcache(
         k, v: ``[b, len_new, h_kv, d]``: keys and values to append; need cache_seqlens.
         rotary_cos, rotary_sin: ``[at least capacity, rotary_dim / 2]`` in the dtype of q. They rotate the first
             rotary_dim dimensions of k and q. Row t of k rotates by position ``cache_seqlens + t``. With causal or a
-            window, row t of q does so too. Otherwise every row of q rotates by ``cache_seqlens``. The tensor q itself
-            is not changed.
+            window, row t of q does so too. Otherwise every row of q rotates by ``cache_seqlens``. As in upstream, a
+            side of a window that is not below the capacity counts as none here, and causal with one row of q as not
+            causal. The tensor q itself is not changed.
         cache_seqlens: rows in use before the append: int32 ``[b]``, or one int for all; None: the whole cache.
         cache_batch_idx: int32 ``[b]``: the cache row (of block_table, if paged) of each batch entry; None: the same.
             Two entries may share a row or pages. If both append to one place, each number there is that of either

@@ -2,6 +2,7 @@
 are those of the call alone, bit for bit."""
 
 import harness
+import numpy
 import pytest
 import torch
 from torch._dynamo import compiled_autograd
@@ -105,16 +106,25 @@ CHANGES = {  # an option, and how the caller may write it between forward and ba
     "softmax_scale": (lambda: torch.tensor(0.3), torch.zero_),
     "softcap": (lambda: torch.tensor(5.0), lambda x: x.fill_(1.0)),
     "causal": (lambda: torch.tensor(True), torch.zero_),
+    "dropout_p": (lambda: torch.tensor(0.5), lambda x: x.fill_(0.1)),
+    "softmax_scale as an array": (lambda: numpy.array(0.3), lambda x: x.fill(3.0)),
+    "softcap as an array": (lambda: numpy.array(5.0), lambda x: x.fill(1.0)),
+    "window_size of arrays": (lambda: [numpy.array(8), 8], lambda x: x[0].fill(2)),
 }
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
-def test_the_backward_has_the_options_of_the_forward(device, name):
+def test_the_backward_has_the_options_of_the_forward(device, name, sinks):
     make, write = CHANGES[name]
+    name = name.split()[0]
     tensors, option = leaves(device, 2, 40, 4, 64), make()
-    kept = tuple(option) if isinstance(option, list) else option.tolist()
-    want = flash_attn_func(*tensors, **{name: kept})
-    got = flash_attn_func(*tensors, **{name: option})
+    kept = tuple(map(int, option)) if isinstance(option, list) else option.tolist()
+    further = {"sinks": torch.zeros(4, device=device)} if sinks else {}
+    torch.manual_seed(0)
+    want = flash_attn_func(*tensors, **{name: kept}, **further)
+    torch.manual_seed(0)
+    got = flash_attn_func(*tensors, **{name: option}, **further)
     write(option)
     dout = randn(device, *want.shape)
     for x, y in zip(torch.autograd.grad(got, tensors, dout), torch.autograd.grad(want, tensors, dout)):

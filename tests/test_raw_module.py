@@ -167,6 +167,12 @@ def test_dropout_round_trip():
     torch.manual_seed(3)
     out, lse, s_dmask, rng = fwd(q, k, v, p=0.3, softmax=True)
     assert s_dmask.shape == (2, 4, 128, 128) and rng[0] != 0
+    torch.manual_seed(0)
+    want = fwd(q, k, v, p=0.3, softmax=True)
+    torch.manual_seed(0)
+    at_q = q.clone()
+    in_place = fwd(at_q, k, v, p=0.3, softmax=True, out=at_q)
+    assert all(torch.equal(x, y) for x, y in zip(in_place, want))
     torch.manual_seed(3)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     want_out = flash_attn_func(*leaves, 0.3, softmax_scale=0.2, causal=True)

@@ -20,9 +20,10 @@ bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace,
     }
     if (p.h == 0) return true; /* without heads there is no group size to divide by */
     char *scratch = (char *)workspace + fa_rotated_q_bytes(problem);
+    if (p.s_dmask && !fa_reference_s_dmask(&p, pool)) return false; /* out may lie where q does */
     if (plan->cpu.num_decodes > 0 && !kernels->decode(&p, plan, scratch, pool)) return false;
     if (plan->cpu.num_decodes < p.b && !kernels->fwd(&p, plan, scratch, pool)) return false;
-    return !p.s_dmask || fa_reference_s_dmask(&p, pool);
+    return true;
 }
 
 /* Rows [first, end) of an output become zero. The output is packed, or has one sequence. */

@@ -15,7 +15,8 @@
  * processor.
  *
  * Pointers need no alignment. A comparison with NaN is false. vec_max and vec_min return their second operand if an
- * operand is NaN. Arithmetic runs with denormals flushed to zero between vec_enter and vec_leave. */
+ * operand is NaN. Between vec_enter and vec_leave the vectors of other instruction sets may take
+ * denormals for zero. */
 #ifndef FA_CPU_VEC_SCALAR_H
 #define FA_CPU_VEC_SCALAR_H
 

@@ -42,22 +42,27 @@ def round_multiple(x: int, m: int) -> int:
     return (x + m - 1) // m * m
 
 
+def _of_numpy(x):
+    """A NumPy array without dimensions gives its number, because the caller may write it. All else stays."""
+    return x.item() if getattr(x, "ndim", None) == 0 and not torch.compiler.is_compiling() else x
+
+
 def as_int(x, name):
     """Returns a Python integer or None. A tensor of one element gives its value; a CUDA tensor waits for the device."""
     if not isinstance(x, torch.Tensor):
-        return x
+        return _of_numpy(x)
     if x.numel() != 1:
         raise RuntimeError(f"{name} must be one integer; it is a tensor of shape {tuple(x.shape)}")
     return x.item()
 
 
 def as_number(x, name):
-    """Returns the number of a tensor of one element. What is no tensor stays, and so does a tensor of another size.
+    """Returns the number of a tensor of one element. A tensor of another size stays, for the op to refuse.
 
     The backward needs the number of the forward, and the tensor may be written in between.
     """
     if not isinstance(x, torch.Tensor) or torch.compiler.is_compiling():
-        return x
+        return _of_numpy(x)
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name} gets no gradient, and it requires grad: detach it. A factor of q has a gradient")
     return x.item() if x.numel() == 1 else x

@@ -12,7 +12,7 @@ _combine_op = ops._combine.default
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _gradients(ctx, dout, dlse):
@@ -21,11 +21,14 @@ def _gradients(ctx, dout, dlse):
         w_i = exp(lse_i - lse),  dout_i = w_i dout,  dlse_i = w_i (dlse + dout.out_i - sum_j w_j dout.out_j)
 
     These are PyTorch's operators, so second derivatives exist. A part that counts for nothing has a gradient of 0,
-    whatever it holds.
+    whatever it holds. A softmax of the lses has all digits of w_i, where a large lse has lost them.
     """
-    parts, lse_parts, lse = ctx.saved_tensors
+    parts, lse_parts = ctx.saved_tensors
     counts = ~lse_parts.isinf()
-    weights = torch.where(counts, torch.exp(torch.where(counts, lse_parts - lse, 0)), 0)
+    top = torch.where(counts, lse_parts, -torch.inf).detach().amax(0)
+    weights = torch.where(counts, lse_parts - torch.where(top == -torch.inf, 0, top), -torch.inf).exp()
+    total = weights.sum(0)
+    weights = torch.where(counts, weights / torch.where(total == 0, 1, total), 0)
     products = (torch.where(counts[..., None], parts, 0) * dout).sum(-1)
     dlse = dlse + products - (weights * products).sum(0)
     return weights[..., None] * dout, weights * dlse, None

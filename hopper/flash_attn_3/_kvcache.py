@@ -99,8 +99,10 @@ def flash_attn_with_kvcache(
         qv: like q with d_v columns; see ``flash_attn_func``.
         rotary_cos, rotary_sin: ``[positions, rotary_dim / 2]`` in the dtype of q; for FP8 also in bf16. They rotate the
             first rotary_dim dimensions of k and q. Row t of k rotates by position ``offset + t``. With causal, a window
-            or a chunk, row t of q does so too. Otherwise every row of q rotates by offset. The tensor q itself is not
-            changed. Positions past the last row are not rotated.
+            or a chunk, row t of q does so too. Otherwise every row of q rotates by offset. As in upstream, a left
+            side of a window from capacity - 1 on counts as none here, a right side from len_q - 1 on too, and causal
+            with one row of q as not causal. The tensor q itself is not changed. Positions past the last row are not
+            rotated.
         cache_seqlens: rows in use before the append: int32 ``[b]``, or one int for all; None: the whole cache.
         cache_batch_idx: int32 ``[b]``: the cache row (of page_table, if paged) of each batch entry; None: the same.
             Two entries may share a row or pages. If both append to one place, each number there is that of either

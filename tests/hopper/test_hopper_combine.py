@@ -134,6 +134,19 @@ def test_gradients(through, dtype):
     assert all((x[3:, 0] == 0).all() and (x[2, 1] == 0).all() and (x[:, 1, 4] == 0).all() for x in ours)
 
 
+@pytest.mark.parametrize("largest", [1e3, 1e7])
+def test_gradients_beside_a_large_lse(largest):
+    """Its rounding is larger than what tells the parts' weights apart."""
+    parts, lse = (x.requires_grad_() for x in make(3, 1, 5, 2, 8))
+    with torch.no_grad():
+        lse += largest
+    dout = torch.randn(1, 5, 2, 8, generator=torch.Generator().manual_seed(4))
+    wide = [x.detach().double().requires_grad_() for x in (parts, lse)]
+    want = torch.autograd.grad((wide[1].softmax(0)[..., None] * wide[0]).sum(0), wide, dout.double())
+    for has, wants in zip(torch.autograd.grad(flash_attn_combine(parts, lse)[0], (parts, lse), dout), want):
+        torch.testing.assert_close(has.double(), wants, rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_of_parts_that_hold_nan():
     parts, lse = leaves(*make(3, 1, 4, 2, 8))
     with torch.no_grad():
