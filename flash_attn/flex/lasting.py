@@ -1,21 +1,29 @@
 """Which values never change, so that what a mod finds in them is found again in each call."""
 
+import builtins
 import collections
+import dataclasses
 import enum
+import inspect
 import sys
 import types
 
-from .steps import NUMBERS, SIMPLE
+import torch
+
+from .steps import NUMBERS, SIMPLE, exact
 
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", __name__.split(".")[0]}  # packages whose names never change
 CONSTANT = {"torch", "numpy", __name__.split(".")[0], "abc", "builtins", "cmath", "collections", "copy", "dataclasses"}
 CONSTANT |= {"decimal", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator", "statistics"}
 CONSTANT |= {"string", "types", "typing", "warnings"}  # and whose functions give the same each time
 UNSEEN = {"globals", "locals", "eval", "exec", "__globals__", "__import__", "random"}  # names that lead to anything
-UNSEEN |= {"get_default_dtype", "get_default_device", "get_num_threads", "is_grad_enabled"}  # torch's settings
-UNSEEN |= {"is_inference_mode_enabled", "is_autocast_enabled", "get_autocast_dtype"}
-UNSEEN |= {"are_deterministic_algorithms_enabled"}
-ASKS = {"hasattr", "getattr", "vars", "__dict__"}
+UNSEEN |= {"dir", "attrgetter", "methodcaller", "__getattribute__"}
+UNSEEN |= {x for x in vars(torch) if x.startswith(("get_", "are_")) or x.endswith("_enabled")} - {*dir(torch.Tensor)}
+UNSEEN |= {"is_anomaly_check_nan_enabled", "initial_seed", "is_available", "device_count", "current_device"}
+_SETTINGS = {  # modules of torch
+    "accelerator", "amp", "autograd", "backends", "compiler", "cpu", "cuda", "distributed", "mps", "utils", "xpu",
+}  # fmt: skip
+UNSEEN |= _SETTINGS - {"utils", *dir(torch.Tensor)}
 
 
 def is_known(value):
@@ -29,16 +37,90 @@ def is_constant(value):
     owner = value if isinstance(value, types.ModuleType) else value.__self__
     if owner is None or isinstance(owner, types.ModuleType):
         name = value.__module__ if owner is None else owner.__name__
-        return name is None or name.split(".")[0].removeprefix("_") in CONSTANT
+        if owner is not value and (value.__name__ in UNSEEN or value in (getattr, hasattr, vars)):
+            return False
+        return name is None or (name.split(".")[0].removeprefix("_") in CONSTANT and not _is_of_settings(name))
     return isinstance(owner, (type, *NUMBERS, *SIMPLE))  # a method may belong to an object that changes
 
 
-def attributes_of(value):
-    """The names of the attributes that a function was given."""
-    return tuple(vars(value))
+def _is_of_settings(name):
+    """Is this the name of a module of torch with functions that have no tensors?"""
+    return name.startswith("torch.") and name.split(".")[1] in _SETTINGS
+
+
+def is_of_torch(function):
+    """Is this a function of torch itself? ``functools.wraps`` gives the ``__module__`` of another function."""
+    return str(function.__globals__.get("__name__")).split(".")[0] == "torch"
+
+
+def is_setting(function):
+    """Does a function of torch tell what the process is set to?"""
+    return function.__name__ in UNSEEN or _is_of_settings(function.__globals__["__name__"])
+
+
+def is_builtin(name):
+    """Does Python itself have this builtin? Other names are put into the module by a program."""
+    value = vars(builtins)[name]
+    if isinstance(value, type):
+        return value.__module__ == "builtins"
+    is_function = isinstance(value, types.BuiltinFunctionType) and value.__name__ == name
+    return (is_function and value.__module__ in ("builtins", "io", "_io")) or value is Ellipsis
+
+
+def is_simple(value):
+    """Is this a number, a string and the like without attributes of its own?"""
+    return isinstance(value, (*NUMBERS, *SIMPLE)) and is_known(type(value))
+
+
+def is_fixed(member):
+    """Has a member of an enum nothing but its name and a value that cannot change?"""
+    value = member._value_
+    of_python = {"_name_", "_value_", "__objclass__", "_sort_order_", "_inverted_"}
+    return vars(member).keys() <= of_python and all(map(is_simple, value if type(value) is tuple else (value,)))
+
+
+def is_key(value):
+    """May it be a key of a dict whose keys the mod sees as they are?"""
+    if type(value) is tuple:
+        return all(is_key(item) and not isinstance(item, enum.Enum) for item in value)
+    if isinstance(value, type):
+        return is_known(value)
+    return is_fixed(value) if isinstance(value, enum.Enum) else is_simple(value)
 
 
 _PURE = (types.MemberDescriptorType, types.GetSetDescriptorType, type(collections.namedtuple("_Pair", "a").a))
+_OF_C = (*_PURE, types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
+
+
+def _has_operators(cls):
+    """Does a class itself have a constructor, operators and the like, which run as they are and may read anything?"""
+    for name, what in vars(cls).items():
+        what = getattr(what, "__func__", what)  # of a staticmethod or classmethod
+        if not name.startswith("__") or not hasattr(type(what), "__get__") or isinstance(what, _OF_C):
+            continue
+        if not isinstance(what, types.FunctionType) or not (_is_from_library(what) or _is_generated(cls, what)):
+            return not name.startswith("__annotate")
+    return False
+
+
+def _is_from_library(function):
+    return function.__globals__.get("__name__", "").split(".")[0] in _KNOWN and not function.__closure__
+
+
+def _is_generated(cls, function):
+    """Has ``dataclass`` or ``namedtuple`` made this method, of fields that cannot change?"""
+    outer, code = function.__globals__.get("__name__", ""), inspect.unwrap(function).__code__
+    if issubclass(cls, tuple) and "_fields" in vars(cls):
+        is_new = outer.startswith("namedtuple_") and all(map(is_simple, function.__defaults__ or ()))
+        return is_new or outer == "collections"
+    if not dataclasses.is_dataclass(cls):
+        return False
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING and not is_key(field.default):
+            return False
+        if field.default_factory not in (dataclasses.MISSING, list, dict, set, tuple):
+            return False
+    return code.co_filename == "<string>" and getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
 
 
 def found_in(value, names):
@@ -49,6 +131,8 @@ def found_in(value, names):
         return None
     found = []
     for base in value.__mro__:
+        if not is_known(base) and _has_operators(base):
+            return None
         for name in () if is_known(base) else sorted(names & set(vars(base))):
             what = vars(base)[name]
             what = () if isinstance(what, _PURE) else _lasting(what, names)
@@ -60,8 +144,10 @@ def found_in(value, names):
 
 def _lasting(value, names):
     """A value that cannot change, with its types. None: it can."""
-    if isinstance(value, (*NUMBERS, *SIMPLE, enum.Enum)):
-        return type(value), value
+    if isinstance(value, enum.Enum):
+        return (type(value), value) if is_fixed(value) else None
+    if is_simple(value):
+        return exact(value)
     if type(value) is tuple:
         items = tuple(_lasting(item, names) for item in value)
         return None if None in items else items

@@ -80,6 +80,7 @@ class Call:
                         return self.function(*args, **_ones(self.kwargs))
                 return self.function(*_meta(self.args), **_meta(self.kwargs))
             except ERRORS as error:
+                self.trace.holds_once = True  # if the mod catches the error
                 raise type(error)(f"{error}: {self.trace.where()}") from None
 
     def common(self, *operands):
@@ -88,7 +89,10 @@ class Call:
             common = _meta(operands[0])
             for x in operands[1:]:
                 common = torch.empty((), dtype=torch.result_type(common, _meta(x)), device="meta")
-            return common.dtype
+        tensors = [x for x in operands if isinstance(x, (Value, Capture, torch.Tensor))]
+        if common.dtype.is_floating_point and not any(x.dtype.is_floating_point for x in tensors):
+            self.trace.guard_default_dtype()
+        return common.dtype
 
     def operand(self, x, dtype, shape):
         """The instructions of an operand in a dtype and shape."""

@@ -26,7 +26,9 @@ def kind(value):
     if isinstance(value, (tuple, list)):
         return type(value), len(value)
     if isinstance(value, dict):
-        return type(value), tuple(value)
+        names, of_names = tuple(value), tuple(map(type, value))
+        is_told = float not in of_names and tuple not in of_names  # 1.0 == 1, and 0.0 == -0.0
+        return (type(value), names, of_names) if is_told else (type(value), exact(names))
     if isinstance(value, functools.partial):
         return functools.partial, len(value.args), tuple(value.keywords)
     if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
@@ -34,8 +36,11 @@ def kind(value):
     return type(value)
 
 
-# What the replay's source says of errors of a mod: it is of another kind, or it fails. The trace of this mod tells.
-ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+def exact(value):
+    """A number, a string and the like, or a tuple of them, with all types. It tells 0.0 from -0.0."""
+    if type(value) is tuple:
+        return tuple(map(exact, value))
+    return (type(value), value, repr(value)) if isinstance(value, float) else (type(value), value)
 
 
 @functools.cache
@@ -54,9 +59,9 @@ class Steps:
         self.values = [mod]  # of the mod that is traced; None when the trace is done
         self._rows = []  # (the source of a value or None, the source of a condition)
         self._constants = {"Tensor": torch.Tensor, "FunctionType": types.FunctionType, "same": _same, "kind": kind}
-        self._constants["ERRORS"] = ERRORS
         self._guarded = set()
         self._results = None
+        self.has_failed = False  # a step raised an error. The mod may have caught it, and no guard tells of it.
 
     def _name(self, constant):
         name = f"c{len(self._constants)}"
@@ -68,23 +73,33 @@ class Steps:
         self.values.append(value)
         return len(self.values) - 1
 
+    def _computed(self, function, *args, guarded=()):
+        try:
+            with torch._C.DisableTorchFunction():
+                return function(*args)
+        except guarded:
+            raise
+        except BaseException:
+            self.has_failed = True
+            raise
+
     def add(self, compute):
         """``compute`` takes the list of values. Returns the number of the new value."""
-        with torch._C.DisableTorchFunction():
-            value = compute(self.values)
+        value = self._computed(compute, self.values)
         return self._append(f"{self._name(compute)}(values)", value)
 
-    def read(self, number, template, constant=None):
-        """Reads an attribute or an item of a value: ``{0}`` of the template is the value, ``{1}`` the constant."""
-        with torch._C.DisableTorchFunction():
-            value = _reader(template)(self.values[number], constant)
+    def read(self, number, template, constant=None, guarded=()):
+        """Reads an attribute or an item of a value: ``{0}`` of the template is the value, ``{1}`` the constant.
+
+        The caller has a guard for errors of the class ``guarded``.
+        """
+        value = self._computed(_reader(template), self.values[number], constant, guarded=guarded)
         constant = constant if type(constant) is int else self._name(constant)
         return self._append(template.format(f"v{number}", constant), value)
 
     def guard(self, number, check):
         """The trace holds for mods whose value has the same ``check(value)``. Returns this result."""
-        with torch._C.DisableTorchFunction():
-            holds = check(self.values[number])
+        holds = self._computed(check, self.values[number])
         if (number, check) not in self._guarded:
             self._guarded.add((number, check))
             self._rows.append((None, self._condition(f"v{number}", check, holds)))
@@ -100,6 +115,9 @@ class Steps:
             of_device = f"{v}.is_cpu" if device == "cpu" else f"{v}.device.type == {device!r}"
             is_tensor = f"({v}.__class__ is Tensor or isinstance({v}, Tensor))"
             return f"{is_tensor} and {v}.dtype is {self._name(dtype)} and {v}.ndim == {dim} and {of_device}"
+        if check is kind and type(holds) is tuple and holds[0] is dict and len(holds) == 3:
+            names, of_names = self._name(holds[1]), self._name(holds[2])
+            return f"{v}.__class__ is dict and tuple({v}) == {names} and tuple(map(type, {v})) == {of_names}"
         if check is kind and holds in (bool, int, float):
             return f"{v}.__class__ is {holds.__name__}"
         if check is kind:
@@ -112,6 +130,7 @@ class Steps:
         self.values, self._results = None, results
 
     def _source(self):
+        """An error says that the mod is of another kind, or fails. The trace of this mod tells."""
         asks_values = any("(values)" in (row or "") for row, _ in self._rows)
         lines, number = ["def replay(v0):", " try:"] + ["  values = [v0]"] * asks_values, 0
         for row, condition in self._rows:
@@ -121,7 +140,7 @@ class Steps:
             number += 1
             lines += [f"  {row}"] + [f"  values.append(v{number})"] * asks_values
         results = ["(" + "".join(f"v{i}, " for i in each) + ")" for each in self._results]
-        return "\n".join([*lines, f"  return {', '.join(results)}", " except ERRORS:", "  return None"])
+        return "\n".join([*lines, f"  return {', '.join(results)}", " except Exception:", "  return None"])
 
     def function(self):
         """A function of another mod: the values that ``finish`` named, or None if a guard does not hold."""

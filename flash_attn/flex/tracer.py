@@ -21,20 +21,37 @@ from traceback import walk_stack, walk_tb
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .lasting import ASKS, CONSTANT, UNSEEN, attributes_of, found_in, is_constant, is_known
+from .lasting import (
+    CONSTANT,
+    UNSEEN,
+    found_in,
+    is_builtin,
+    is_constant,
+    is_fixed,
+    is_key,
+    is_known,
+    is_of_torch,
+    is_setting,
+    is_simple,
+)
 from .program import TYPES, Builder
 from .steps import NUMBERS, SIMPLE, Steps, kind
 from .values import (
     MOST_UNROLLED,
     RANDOM,
     STAND_INS,
+    TORCH,
     Bound,
     Capture,
+    Function,
     Number,
     Object,
     Traced,
     Value,
     dispatch,
+    has,
+    is_object,
+    is_tensor,
     itself,
     parts_of,
 )
@@ -188,6 +205,7 @@ class Trace:
         self._codes, self._shared = set(), {}  # by id of a value: its number, and what the copy of the mod sees
         self._classes = []  # (number of a class or of an instance, function of it that gives the class)
         self._instances = []  # numbers of objects whose class the mod may ask for
+        self._asked = set()  # names of attributes that the mod has computed
         self._compared = []  # numbers of values whose stand-ins the mod may compare by `is`
         self.grad_mode = torch.is_grad_enabled()
 
@@ -231,6 +249,7 @@ class Trace:
             node, dtype = self.builder.cast(node, self.score), self.score
         self._guard_classes()
         self._guard_identity()
+        self.holds_once |= self.steps.has_failed
         program = Program(self, node, dtype)
         bound = [tuple(self.steps.values[i] for i in places) for places in program.places]
         self.steps.finish(*program.places)
@@ -247,6 +266,7 @@ class Trace:
         return place_of(self.mod)
 
     def fail(self, text, error=NotImplementedError):
+        self.holds_once = True  # if the mod catches the error
         raise error(f"{text}: {self.where()}")
 
     def check_size(self, shape):
@@ -275,6 +295,14 @@ class Trace:
     def child(self, number, template, constant=None):
         return self.wrap(self.steps.read(number, template, constant))
 
+    def attribute(self, number, name):
+        """An attribute of an object, of a function or of a number of a user's class."""
+        try:
+            return self.wrap(self.steps.read(number, "getattr({0}, {1})", name, guarded=AttributeError))
+        except AttributeError:  # a later one may have it
+            self.steps.guard(number, has(name))
+            raise
+
     def wrap(self, number):
         """Returns what the copy of the mod shall see instead of a value."""
         if not self.asks_identity:
@@ -294,6 +322,7 @@ class Trace:
             return Capture(self, number)
         if isinstance(value, (bool, enum.Enum)):  # Python asks whether they are True, or a member
             self._classes.append((number, type))
+            self.holds_once |= isinstance(value, enum.Enum) and not is_fixed(value)
             return self.steps.guard(number, itself)
         if isinstance(value, NUMBERS):
             return Number(self, number)
@@ -304,9 +333,7 @@ class Trace:
         if isinstance(value, types.MethodType):
             return types.MethodType(self.child(number, "{0}.__func__"), self.child(number, "{0}.__self__"))
         if isinstance(value, functools.partial):
-            args = [self.child(number, "{0}.args[{1}]", i) for i in range(len(value.args))]
-            words = {name: self.child(number, "{0}.keywords[{1}]", name) for name in value.keywords}
-            return functools.partial(self.child(number, "{0}.func"), *args, **words)
+            return self._partial(number, value)
         if isinstance(value, functools._lru_cache_wrapper):  # it would keep objects of the trace
             return self.child(number, "{0}.__wrapped__")
         if isinstance(value, (tuple, list, dict)):
@@ -317,6 +344,7 @@ class Trace:
             self.holds_once = True
         if isinstance(value, types.BuiltinFunctionType) and value in ASKS_IDENTITY.values():
             self._need_identity()
+        self.holds_once |= isinstance(value, SIMPLE) and not is_simple(value)  # it may have attributes of its own
         if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
             return value
         if isinstance(value, (torch.nn.Module, types.SimpleNamespace)) or type(value).__flags__ & (1 << 9):
@@ -328,6 +356,11 @@ class Trace:
         """The same container of what the copy sees. A class may have another way to read its items."""
         is_plain, base = type(value) in CONTAINERS, next(x for x in (tuple, list, dict) if isinstance(value, x))
         names = value if base is dict else range(len(value))
+        if base is dict:
+            self.holds_once |= not all(map(is_key, names))
+            self._classes += [
+                (number, lambda _, name=name: type(name)) for name in names if isinstance(name, enum.Enum)
+            ]
         template = "{0}[{1}]" if is_plain else base.__name__ + ".__getitem__({0}, {1})"
         items = [self.child(number, template, name) for name in names]
         if is_plain:
@@ -374,6 +407,7 @@ class Trace:
     def _guard_classes(self):
         """Other mods must find the same in the classes that the mod saw as they are."""
         names = {x for code in self._codes for x in (*code.co_names, *code.co_consts) if isinstance(x, str)}
+        names |= self._asked
         self.holds_once |= bool(names & UNSEEN)
         asked = self._instances if names & {"__class__", "type"} else []
         for number, class_of in (*self._classes, *((number, type) for number in asked)):
@@ -395,43 +429,68 @@ class Trace:
             self.steps.guard(self.steps.add(first_places), itself)
 
     def _copy(self, number, function):
-        code = function.__code__
-        if function.__module__ and function.__module__.split(".")[0] == "torch" and not function.__closure__:
+        if function is torch.is_tensor:
+            return is_tensor
+        if is_of_torch(function) and not function.__closure__:
+            self.holds_once |= is_setting(function)
             return function
-        copy = self._again(number, function)
-        if copy is not None:
-            return copy
+        seen = self._again(number, function)
+        if seen is not None:
+            return seen
+        code = function.__code__
         self._codes.update(_codes(code))
-        for each in _codes(code):
-            self._check_instructions(each)
+        names = {name for each in _codes(code) for name in self._check_instructions(each)}
         scope, cells = dict(function.__globals__), [types.CellType() for _ in function.__closure__ or ()]
         copy = types.FunctionType(code, scope, function.__name__, None, tuple(cells))
-        self._shared[id(function)] = number, copy
+        seen = self._share(number, function, copy)
+        asks_torch = any("is_tensor" in each.co_names for each in _codes(code))
         for i, cell in enumerate(cells):
-            cell.cell_contents = self.child(number, "{0}.__closure__[{1}].cell_contents", i)
-        names = {name for each in _codes(code) for name in each.co_names}
-        for name in sorted(names & set(function.__globals__)):
-            if name != "__builtins__":
-                scope[name] = self.child(number, "{0}.__globals__[{1}]", name)
-        for name in sorted(names & set(vars(builtins)) - set(function.__globals__)):  # a global would hide a builtin
-            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), itself)
-            if name in STAND_INS:
-                scope[name] = STAND_INS[name]
-        for name in sorted(names - set(function.__globals__) - set(vars(builtins))) if "NameError" in names else ():
-            self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), itself)
-        if names & ASKS or vars(function):
-            self.steps.guard(number, attributes_of)
-            copy.__dict__.update({name: self.child(number, "{0}.__dict__[{1}]", name) for name in vars(function)})
+            found = self.child(number, "{0}.__closure__[{1}].cell_contents", i)
+            cell.cell_contents = TORCH if asks_torch and found is torch else found
+        for name in sorted(names - {"__builtins__"}):
+            if name in function.__globals__:
+                found = self.child(number, "{0}.__globals__[{1}]", name)
+                scope[name] = TORCH if asks_torch and found is torch else found
+            elif name in vars(builtins) and is_builtin(name):  # a global would hide a builtin
+                self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), itself)
+                if name in ("getattr", "hasattr"):
+                    scope[name] = functools.partial(self._ask, getattr(builtins, name))
+                elif name in STAND_INS:
+                    scope[name] = STAND_INS[name]
+            else:
+                self.holds_once = True  # the name may be there later, or a program has put it into builtins
         if function.__defaults__:
             copy.__defaults__ = self.child(number, "{0}.__defaults__")
         if function.__kwdefaults__:
             copy.__kwdefaults__ = self.child(number, "{0}.__kwdefaults__")
-        return copy
+        return seen
+
+    def _partial(self, number, value):
+        seen = self._again(number, value)
+        if seen is None:
+            args = [self.child(number, "{0}.args[{1}]", i) for i in range(len(value.args))]
+            words = {name: self.child(number, "{0}.keywords[{1}]", name) for name in value.keywords}
+            seen = self._share(number, value, functools.partial(self.child(number, "{0}.func"), *args, **words))
+        return seen
+
+    def _share(self, number, function, copy):
+        """What the copy of the mod sees of a function, each time it reaches the function."""
+        seen = Function(self, number, copy)
+        self._shared[id(function)] = number, seen
+        return seen
+
+    def _ask(self, ask, value, name, *default):
+        """``getattr`` or ``hasattr``. The names of attributes that the mod computes are not in its code."""
+        self._asked.add(name)
+        return ask(value, name, *default)
 
     def _check_instructions(self, code):
-        asks, before = not ASKS_IDENTITY.keys().isdisjoint(code.co_names), ""
+        """Returns the names that a code looks for in its globals."""
+        asks, before, names = not ASKS_IDENTITY.keys().isdisjoint(code.co_names), "", set()
         for instruction in dis.get_instructions(code):
             name = instruction.argval
+            if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
+                names.add(name)
             asks |= instruction.opname == "IS_OP" and before != "LOAD_CONST"  # None and the like are seen as they are
             before = instruction.opname
             if instruction.opname == "MATCH_CLASS":
@@ -443,6 +502,7 @@ class Trace:
                 self.holds_once = True
         if asks:
             self._need_identity()
+        return names
 
     def _need_identity(self):
         if not self.asks_identity:
@@ -460,8 +520,9 @@ class Trace:
 
         number = self.steps.add(compute)
         value = self.steps.values[number]
-        if isinstance(value, (tuple, list)) or isinstance(value, (torch.Tensor, *NUMBERS)):
+        if isinstance(value, (tuple, list, torch.Tensor, *NUMBERS)):
             return self.wrap(number)
+        self.holds_once |= not isinstance(value, (*SIMPLE, torch.layout, torch.memory_format))  # it may change
         return self.steps.guard(number, itself)
 
     def constant_tensor(self, tensor):
@@ -508,6 +569,8 @@ def _plan(x):
     """Replaces the trace's objects by their numbers."""
     if isinstance(x, Bound):
         return _Ref(x._number)
+    if is_object(x):
+        return _Ref(object.__getattribute__(x, "_number"))
     if isinstance(x, slice):
         return slice(*map(_plan, (x.start, x.stop, x.step)))
     if isinstance(x, (tuple, list)):

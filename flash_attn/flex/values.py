@@ -9,7 +9,8 @@ import torch
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .steps import NUMBERS
+from .lasting import is_of_torch, is_simple
+from .steps import NUMBERS, SIMPLE
 
 MOST_UNROLLED = 1024  # elements of a vector
 RANDOM = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "normal"}
@@ -90,7 +91,11 @@ class Number(Bound):
         return bool(self._known) if is_left_over(self) else self._trace.steps.guard(self._number, bool)
 
     def _concrete(self):
-        return self._known if is_left_over(self) else self._trace.steps.guard(self._number, itself)
+        if is_left_over(self):
+            return self._known
+        if not is_simple(self._known):  # its class may have an `__index__` of its own
+            self._trace.holds_once = True
+        return self._trace.steps.guard(self._number, itself)
 
     def __int__(self):
         return int(self._concrete())
@@ -112,11 +117,15 @@ class Number(Bound):
 
     __str__ = __repr__
 
+    def __format__(self, form):
+        return format(self._concrete(), form)
+
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        found = getattr(self._concrete(), name)
-        return found
+        if isinstance(self._known, NUMBERS) and not is_simple(self._known):  # a class of the user
+            return self._trace.attribute(self._number, name)
+        return getattr(self._concrete(), name)
 
 
 class _Tensor(Traced):
@@ -151,7 +160,7 @@ class Capture(_Tensor, Bound):
     def __getattr__(self, name):
         if name.startswith("__") or hasattr(torch.Tensor, name):
             return super().__getattr__(name)
-        if self._trace.steps.guard(self._number, _has(name)):  # an attribute that the tensor was given
+        if self._trace.steps.guard(self._number, has(name)):  # an attribute that the tensor was given
             return self._trace.child(self._number, "getattr({0}, {1})", name)
         self._refuse_attribute(name)
 
@@ -169,6 +178,12 @@ class Capture(_Tensor, Bound):
 
     def __index__(self):
         return operator.index(self.item())
+
+    def __repr__(self):
+        return object.__repr__(self) if is_left_over(self) else self._trace.repeat(repr, (self,), {})
+
+    def __format__(self, form):
+        return repr(self) if is_left_over(self) else self._trace.repeat(format, (self, form), {})
 
 
 def without_modes():
@@ -253,8 +268,13 @@ class Row(Value):
 
 
 @functools.cache
-def _has(name):
+def has(name):
     return lambda value: hasattr(value, name)
+
+
+@functools.cache
+def _formatted(form):
+    return lambda value: format(value, form)
 
 
 @functools.cache
@@ -274,11 +294,7 @@ class Object:
         trace, number = get(self, "_trace"), get(self, "_number")
         if name == "__class__":
             return type(trace.steps.values[number])
-        try:
-            return trace.child(number, "getattr({0}, {1})", name)
-        except AttributeError:  # a later one may have it
-            trace.steps.guard(number, _has(name))
-            raise
+        return trace.attribute(number, name)
 
     def __setattr__(self, name, value):
         object.__getattribute__(self, "_trace").fail(f"a mod must not set the attribute {name}")
@@ -288,25 +304,40 @@ class Object:
         get = object.__getattribute__
         return get(self, "_trace").steps.guard(get(self, "_number"), question)
 
+    def _repeated(self, function, *operands):
+        """The answer to a question about the object and another value."""
+        trace = object.__getattribute__(self, "_trace")
+        if not all(isinstance(x, (Traced, *NUMBERS, *SIMPLE)) or is_object(x) for x in parts_of(operands)):
+            trace.holds_once = True  # the other value may change
+        return bool(trace.repeat(function, operands, {}))
+
     def __eq__(self, other):
-        get = object.__getattribute__
-        trace, number = get(self, "_trace"), get(self, "_number")
-        if isinstance(other, Object):
-            second = get(other, "_number")
-            return trace.steps.guard(trace.steps.add(lambda values: values[number] == values[second]), bool)
-        return trace.steps.guard(trace.steps.add(lambda values: values[number] == other), bool)
+        return object.__getattribute__(self, "_repeated")(operator.eq, self, other)
 
     def __ne__(self, other):
-        return not self == other
+        return object.__getattribute__(self, "_repeated")(operator.ne, self, other)
 
     def __hash__(self):
-        return hash(object.__getattribute__(self, "_trace").steps.values[object.__getattribute__(self, "_number")])
+        return object.__getattribute__(self, "_asked")(hash)
+
+    def __repr__(self):
+        has_ended = object.__getattribute__(self, "_trace").steps.values is None
+        return object.__repr__(self) if has_ended else object.__getattribute__(self, "_asked")(repr)
+
+    def __str__(self):
+        return object.__getattribute__(self, "_asked")(str)
+
+    def __format__(self, form):
+        return object.__getattribute__(self, "_asked")(_formatted(form))
 
     def __bool__(self):
         return object.__getattribute__(self, "_asked")(bool)
 
     def __len__(self):
-        return object.__getattribute__(self, "_asked")(len)
+        asked = object.__getattribute__(self, "_asked")
+        if not asked(has("__len__")):  # as list() asks before it iterates
+            raise TypeError(f"object of type {self.__class__.__name__!r} has no len()")
+        return asked(len)
 
     def __int__(self):
         return object.__getattribute__(self, "_asked")(int)
@@ -318,20 +349,48 @@ class Object:
         return object.__getattribute__(self, "_asked")(operator.index)
 
     def __contains__(self, item):
-        get = object.__getattribute__
-        trace, number = get(self, "_trace"), get(self, "_number")
-        return trace.steps.guard(trace.steps.add(lambda values: item in values[number]), bool)
+        return object.__getattribute__(self, "_repeated")(operator.contains, self, item)
 
     def __call__(self, *args, **kwargs):
         return type(self).__getattribute__(self, "__call__")(*args, **kwargs)
 
     def __iter__(self):
-        if object.__getattribute__(self, "_asked")(_has("__iter__")):
+        if object.__getattribute__(self, "_asked")(has("__iter__")):
             return iter(type(self).__getattribute__(self, "__iter__")())
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index):
         return type(self).__getattribute__(self, "__getitem__")(index)
+
+
+def is_object(x):
+    return issubclass(type(x), Object)  # its __class__ is that of what it stands for
+
+
+class Function(Object):
+    """A function or a partial. ``_copy`` is what runs in its place. Two are equal if they stand for one function."""
+
+    def __init__(self, trace, number, copy):
+        super().__init__(trace, number)
+        object.__setattr__(self, "_copy", copy)
+
+    def __getattribute__(self, name):
+        if name in _OF_COPIES:
+            return getattr(object.__getattribute__(self, "_copy"), name)
+        return super().__getattribute__(name)
+
+    def __hash__(self):
+        object.__getattribute__(self, "_trace").holds_once = True  # the next mod may have made the function again
+        return super().__hash__()
+
+    def __bool__(self):
+        return True
+
+    def __call__(self, *args, **kwargs):
+        return object.__getattribute__(self, "_copy")(*args, **kwargs)
+
+
+_OF_COPIES = {"__call__", "__closure__", "__code__", "__get__", "__globals__"}
 
 
 # ---- builtin functions ---------------------------------------------------------------------------------------------
@@ -350,10 +409,30 @@ def _type(x, *rest):
         return type(x, *rest)
     if isinstance(x, Bound):
         return x._trace.steps.guard(x._number, type)
-    return torch.Tensor if isinstance(x, Value) else x.__class__ if type(x) is Object else type(x)
+    return torch.Tensor if isinstance(x, Value) else x.__class__ if is_object(x) else type(x)
 
 
-STAND_INS = {"isinstance": _isinstance, "type": _type}  # of builtin functions, in the copy of a mod
+def _callable(x):
+    """Can what an object of the trace stands for be called?"""
+    return object.__getattribute__(x, "_asked")(callable) if is_object(x) else callable(x)
+
+
+def is_tensor(x):
+    """Does an object of the trace stand for a tensor? PyTorch's function of this name asks for the class."""
+    return _isinstance(x, torch.Tensor)
+
+
+class _Torch(types.ModuleType):
+    """PyTorch, as a mod sees it that calls ``torch.is_tensor``."""
+
+    is_tensor = staticmethod(is_tensor)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+TORCH = _Torch("torch")
+STAND_INS = {"isinstance": _isinstance, "type": _type, "callable": _callable}  # of builtins, in the copy of a mod
 
 
 # ---- functions of torch -------------------------------------------------------------------------------------------
@@ -377,7 +456,7 @@ def _check_is_torchs(trace, function):
     if isinstance(packet, torch._ops.OpOverloadPacket):
         if not packet._qualified_op_name.startswith("aten::"):
             trace.fail(f"a mod cannot use {packet._qualified_op_name}, which is no operator of PyTorch")
-    elif isinstance(function, types.FunctionType) and function.__module__.partition(".")[0] != "torch":
+    elif isinstance(function, types.FunctionType) and not is_of_torch(function):
         trace.fail(f"a mod cannot use {function.__qualname__}, which is no function of PyTorch")
 
 

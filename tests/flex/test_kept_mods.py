@@ -1,0 +1,492 @@
+"""Mods whose program is kept: whatever changes between two calls is seen, and what a mod asks is answered as by Python.
+
+A mod that could answer from memory alone is traced for each call.
+"""
+
+import builtins
+import collections
+import dataclasses
+import enum
+import functools
+import types
+
+import pytest
+import torch
+from oracle_flex import evaluated, expected
+
+from flash_attn.flex import tracer
+
+SHAPE = (1, 1, 9, 9)
+
+
+def check(mod):
+    """The mod is called as Python calls it, with tensors."""
+    assert torch.equal(evaluated(mod, SHAPE), expected(mod, SHAPE))
+
+
+def traces(calls):
+    before = tracer.num_traces
+    calls()
+    return tracer.num_traces - before
+
+
+WIDTH = 2
+
+
+class Width:
+    """An object with a width."""
+
+    def __init__(self, width=2):
+        self.width = width
+
+
+# ---- errors that a mod catches --------------------------------------------------------------------------------------
+
+
+def _or_zero(error, compute):
+    def mod(b, h, q, k):
+        try:
+            width = compute()
+        except error:
+            width = 0
+        return q - k <= width
+
+    return mod
+
+
+class Late:
+    """A width, a length and a number that it has later."""
+
+    is_ready = False
+
+    def _width(self):
+        if not self.is_ready:
+            raise ValueError
+        return 3
+
+    width = property(_width)
+    __len__ = _width
+
+
+def quotient():
+    x = Width(0)
+    return _or_zero(ZeroDivisionError, lambda: 6 // x.width), lambda: setattr(x, "width", 2)
+
+
+def quotient_that_fails_later():
+    x = Width(2)
+    return _or_zero(ZeroDivisionError, lambda: 6 // x.width), lambda: setattr(x, "width", 0)
+
+
+def place_of_a_tensor():
+    x = Width(torch.ones(3))
+    return _or_zero(IndexError, lambda: x.width[5]), lambda: setattr(x, "width", torch.ones(6) * 4)
+
+
+def view_of_a_tensor():
+    x = Width(torch.full((3, 2), 4).T)
+    return _or_zero(RuntimeError, lambda: x.width.view(3, 2)[0, 0]), lambda: setattr(x, "width", x.width.contiguous())
+
+
+def number_of_a_tensor():
+    x, errors = Width(torch.full((3,), 4)), (RuntimeError, TypeError, ValueError)
+    return _or_zero(errors, lambda: int(x.width)), lambda: setattr(x, "width", x.width[:1])
+
+
+def property_of_an_object():
+    x = Late()
+    return _or_zero(ValueError, lambda: x.width), lambda: setattr(x, "is_ready", True)
+
+
+def length_of_an_object():
+    x = Late()
+    return _or_zero(ValueError, lambda: len(x)), lambda: setattr(x, "is_ready", True)
+
+
+def large_number():
+    x = Width(2**64)
+
+    def mod(b, h, q, k):
+        try:
+            return k + x.width >= q
+        except (OverflowError, RuntimeError):
+            return q >= k
+
+    return mod, lambda: setattr(x, "width", 3)
+
+
+def attribute_of_a_function():
+    def helper():
+        return 1
+
+    return _or_zero(AttributeError, lambda: helper.width), lambda: setattr(helper, "width", 3)
+
+
+# ---- values that change where they are ------------------------------------------------------------------------------
+
+
+def memory_of_a_tensor():
+    x = torch.tensor([2])
+    return lambda b, h, q, k: q - k <= int(x.numpy()[0]), lambda: x.fill_(5)
+
+
+def computed_name_of_a_class():
+    class Config:
+        far_width = 2
+
+    far = ["far"]
+    return lambda b, h, q, k: q - k <= getattr(Config, far[0] + "_width"), lambda: setattr(Config, "far_width", 5)
+
+
+def sign_of_zero_of_a_class():
+    class Config:
+        zero = 0.0
+
+    return lambda b, h, q, k: (q - k - 9) / Config.zero < 0, lambda: setattr(Config, "zero", -0.0)
+
+
+def value_of_an_enum():
+    class Widths(enum.Enum):
+        FAR = [2]
+
+    return lambda b, h, q, k: q - k <= Widths.FAR.value[0], lambda: Widths.FAR.value.__setitem__(0, 5)
+
+
+def attribute_of_an_enum():
+    class Widths(enum.Enum):
+        FAR = 1
+
+    member = Widths.FAR
+    member.width = 2
+    return lambda b, h, q, k: q - k <= member.width, lambda: setattr(member, "width", 5)
+
+
+def _attribute_of(base, *of):
+    x = type("Derived", (base,), {})(*of)
+    x.width = 2
+    return lambda b, h, q, k: q - k <= x.width, lambda: setattr(x, "width", 5)
+
+
+def attribute_of_an_int():
+    return _attribute_of(int, 3)
+
+
+def attribute_of_a_string():
+    return _attribute_of(str, "far")
+
+
+# ---- methods of a class, which run as they are ----------------------------------------------------------------------
+
+
+def constructor():
+    wide = Width()
+
+    class Near:
+        def __init__(self, k):
+            self.end = k + wide.width
+
+    return lambda b, h, q, k: q <= Near(k).end, lambda: setattr(wide, "width", 5)
+
+
+def operator_of_a_class():
+    wide = Width()
+
+    class Near(collections.namedtuple("_Near", "place")):
+        def __sub__(self, other):
+            return self.place - other.place - wide.width
+
+    return lambda b, h, q, k: Near(q) - Near(k) <= 0, lambda: setattr(wide, "width", 5)
+
+
+def item_of_a_class():
+    widths = {"far": 2}
+
+    class Near:
+        def __class_getitem__(cls, name):
+            return widths[name]
+
+    return lambda b, h, q, k: q - k <= Near["far"], lambda: widths.update(far=5)
+
+
+def factory_of_a_dataclass():
+    wide = Width()
+
+    @dataclasses.dataclass
+    class Near:
+        width: int = dataclasses.field(default_factory=lambda: wide.width)
+
+    return lambda b, h, q, k: q - k <= Near().width, lambda: setattr(wide, "width", 5)
+
+
+# ---- keys of dicts --------------------------------------------------------------------------------------------------
+
+
+def object_as_a_key():
+    key = Width()
+    widths = {key: 1}
+    return lambda b, h, q, k: q - k <= sum(x.width * y for x, y in widths.items()), lambda: setattr(key, "width", 5)
+
+
+def function_as_a_key():
+    x = Width()
+    widths = {lambda: x.width: 1}
+    return lambda b, h, q, k: q - k <= sum(f() * y for f, y in widths.items()), lambda: setattr(x, "width", 5)
+
+
+def type_of_a_key():
+    x = Width({1: 2})
+
+    def mod(b, h, q, k):
+        (key,) = x.width
+        return q - k <= (2 if isinstance(key, int) else 5)
+
+    return mod, lambda: setattr(x, "width", {1.0: 2})
+
+
+def hash_of_an_object():
+    key = dataclasses.make_dataclass("Key", ["number"], frozen=True)
+    widths, x = {key(7): 5}, Width(key(1))
+    return lambda b, h, q, k: q - k <= widths.get(x.width, 2), lambda: setattr(x, "width", key(7))
+
+
+def equality_of_functions():
+    def make(width):
+        return lambda x: x + width
+
+    x, y = make(1), make(1)
+    pair = [x, y]
+    return lambda b, h, q, k: q >= k if pair[0] == pair[1] else q <= k, lambda: pair.__setitem__(1, x)
+
+
+def equality_with_a_number():
+    class Key:
+        number = 1
+
+        def __eq__(self, other):
+            return self.number == other
+
+    key, x = Key(), Width(2)
+
+    def change():
+        key.number = x.width = 5
+
+    return lambda b, h, q, k: q >= k if key == x.width else q <= k, change
+
+
+# ---- names and settings ---------------------------------------------------------------------------------------------
+
+
+def global_name():
+    def mod(b, h, q, k):
+        try:
+            width = WIDTH_OF_A_LATER_TIME  # noqa: F821
+        except Exception:
+            width = 2
+        return q - k <= width
+
+    return mod, lambda: globals().update(WIDTH_OF_A_LATER_TIME=5)
+
+
+@functools.wraps(torch.nn.functional.silu)
+def _mine(q):
+    return q - WIDTH
+
+
+def wrapped_function_of_torch():
+    return lambda b, h, q, k: _mine(q) <= k, lambda: globals().update(WIDTH=5)
+
+
+def name_of_builtins():
+    builtins.WIDTH_OF_BUILTINS = 2
+    return lambda b, h, q, k: q - k <= WIDTH_OF_BUILTINS, lambda: setattr(builtins, "WIDTH_OF_BUILTINS", 5)  # noqa: F821
+
+
+def precision_of_products():
+    def mod(b, h, q, k):
+        return q >= k if torch.get_float32_matmul_precision() == "high" else q <= k
+
+    return mod, lambda: torch.set_float32_matmul_precision("high")
+
+
+def precision_by_another_name():
+    ask = torch.get_float32_matmul_precision
+    return lambda b, h, q, k: q >= k if ask() == "high" else q <= k, lambda: torch.set_float32_matmul_precision("high")
+
+
+def flag_of_a_backend():
+    def mod(b, h, q, k):
+        return q >= k if torch.backends.mkldnn.enabled else q <= k
+
+    return mod, lambda: setattr(torch.backends.mkldnn, "enabled", False)
+
+
+def seed():
+    return lambda b, h, q, k: q - k <= torch.initial_seed() % 5, lambda: torch.manual_seed(8)
+
+
+def default_dtype():
+    large = torch.tensor([16777217] * 9)
+    return lambda b, h, q, k: large[q] <= 16777216.0, lambda: torch.set_default_dtype(torch.float64)
+
+
+CHANGES = [
+    quotient, quotient_that_fails_later, place_of_a_tensor, view_of_a_tensor, number_of_a_tensor,
+    property_of_an_object, length_of_an_object, large_number, attribute_of_a_function, memory_of_a_tensor,
+    computed_name_of_a_class, sign_of_zero_of_a_class, value_of_an_enum, attribute_of_an_enum, attribute_of_an_int,
+    attribute_of_a_string, constructor, operator_of_a_class, item_of_a_class, factory_of_a_dataclass,
+    object_as_a_key, function_as_a_key, type_of_a_key, hash_of_an_object, equality_of_functions,
+    equality_with_a_number, global_name, wrapped_function_of_torch, name_of_builtins, precision_of_products,
+    precision_by_another_name, flag_of_a_backend, seed, default_dtype,
+]  # fmt: skip
+
+
+@pytest.fixture
+def settings():
+    """All that a change may set for the whole process."""
+    precision, is_enabled = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
+    torch.manual_seed(6)
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.mkldnn.enabled = is_enabled
+    torch.set_default_dtype(torch.float32)
+    globals()["WIDTH"] = 2
+    globals().pop("WIDTH_OF_A_LATER_TIME", None)
+    vars(builtins).pop("WIDTH_OF_BUILTINS", None)
+
+
+@pytest.mark.parametrize("make", CHANGES, ids=lambda make: make.__name__)
+def test_a_change_between_two_calls_is_seen(make, settings):
+    mod, change = make()
+    check(mod)
+    before = evaluated(mod, SHAPE)
+    change()
+    check(mod)
+    assert not torch.equal(evaluated(mod, SHAPE), before)
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+class Named:
+    def __str__(self):
+        return "far"
+
+    def __format__(self, form):
+        return form or "far"
+
+    def __repr__(self):
+        return "<far>"
+
+
+def _double(x):
+    return x * 2
+
+
+FAR, BARE, TABLE, LENGTH, PARTIAL = Named(), Width(), torch.tensor(2), 3, functools.partial(_double, 1)
+WIDTHS, FUNCTIONS = {_double: 5, "far": 4, "<far>": 3, "3": 2}, frozenset([_double])
+ANSWERS = {
+    "str of an object": lambda: WIDTHS.get(str(FAR), 0),
+    "a string with an object": lambda: WIDTHS.get(f"{FAR}", 0),
+    "a string with a formatted object": lambda: WIDTHS.get(f"{FAR:far}", 0),
+    "repr of an object": lambda: WIDTHS.get(repr(FAR), 0),
+    "a formatted number": lambda: WIDTHS.get(f"{LENGTH:d}", 0),
+    "a string with a tensor": lambda: len(f"{TABLE}"),
+    "callable of an object": lambda: 5 if callable(BARE) else 2,
+    "callable of a function": lambda: 5 if callable(_double) else 2,
+    "torch.is_tensor": lambda: 5 if torch.is_tensor(TABLE) else 2,
+    "torch.is_tensor of a number": lambda: 5 if torch.is_tensor(LENGTH) else 2,
+    "a function as a key": lambda: WIDTHS.get(_double, 0),
+    "a function in a dict": lambda: 5 if _double in WIDTHS else 2,
+    "a function in a set": lambda: 5 if _double in FUNCTIONS else 2,
+    "a function in a list": lambda: 5 if _double in [len, _double] else 2,
+    "another function": lambda: 5 if _double != check else 2,
+    "a partial": lambda: 5 if PARTIAL == PARTIAL and PARTIAL.func == _double else 2,
+    "the type of a function": lambda: 5 if type(_double) is types.FunctionType else 2,
+    "an instance of a function": lambda: 5 if isinstance(_double, types.FunctionType) else 2,
+    "the name of a function": lambda: len(_double.__name__) - 3,
+}
+
+
+@pytest.mark.parametrize("ask", ANSWERS.values(), ids=ANSWERS)
+def test_answers_are_those_of_python(ask):
+    check(lambda b, h, q, k: q - k <= ask())
+
+
+def test_an_index_is_a_tensor():
+    is_tensor = torch.is_tensor
+    check(lambda b, h, q, k: q >= k if torch.is_tensor(q) else q <= k)
+    check(lambda b, h, q, k: q >= k if is_tensor(q) and not is_tensor(b"") else q <= k)
+
+
+# ---- what stays known -----------------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    NEAR = 1
+    FAR = "far"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Settings:
+    width: int = 2
+    kind: Kind = Kind.NEAR
+
+
+class Plain:
+    width, kind = 2, Kind.FAR
+
+
+class Bounds(collections.namedtuple("Bounds", "low high", defaults=(0, 9))):
+    pass
+
+
+def helper(q, k):
+    return q - k
+
+
+KEPT = {
+    "a dict": lambda x: lambda q, k: q - k <= x["width"] + x[0],
+    "a dataclass": lambda x: lambda q, k: q - k <= x.width if x.kind is Kind.NEAR else q <= k,
+    "a new dataclass": lambda x: lambda q, k: q - k <= Settings(x).width,
+    "a namedtuple": lambda x: lambda q, k: (q - k <= x.high) & (q - k >= Bounds().low),
+    "a class": lambda x: lambda q, k: q - k <= getattr(Plain, x) if Plain.kind is Kind.FAR else q <= k,
+    "a helper": lambda x: lambda q, k: helper(q, k) <= x if q is not None else q <= k,
+    "a partial": lambda x: lambda q, k: x(q) <= k,
+    "an attribute that is missing": lambda x: lambda q, k: q - k <= getattr(x, "wide", 3),
+    "an attribute of a function": lambda x: lambda q, k: q - k <= getattr(x, "width", 3),
+    "an iterable": lambda x: lambda q, k: q - k <= sum([*x]),
+    "the dtype of a tensor": lambda x: lambda q, k: (q <= k + x) if x.dtype == torch.int64 else q <= k,
+}
+
+
+class Iterable:
+    def __init__(self, *items):
+        self.items = list(items)
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+VALUES = {
+    "a dict": lambda: {"width": 2, 0: 1},
+    "a dataclass": Settings,
+    "a new dataclass": lambda: 2,
+    "a namedtuple": lambda: Bounds(1, 4),
+    "a class": lambda: "width",
+    "a helper": lambda: 3,
+    "a partial": lambda: functools.partial(helper, k=2),
+    "an attribute that is missing": lambda: types.SimpleNamespace(width=2),
+    "an attribute of a function": lambda: lambda: 2,
+    "an iterable": lambda: Iterable(1, 2),
+    "the dtype of a tensor": lambda: torch.tensor(2),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_plain_values_need_no_second_trace(name):
+    def run():
+        for _ in range(3):
+            compare = KEPT[name](VALUES[name]())
+            check(lambda b, h, q, k: compare(q, k))  # noqa: B023
+
+    assert traces(run) == 1
