@@ -19,7 +19,7 @@ CONSTANT |= {"string", "types", "typing", "warnings"}  # and whose functions giv
 UNSEEN = {"globals", "locals", "eval", "exec", "__globals__", "__import__", "random"}  # names that lead to anything
 UNSEEN |= {"dir", "attrgetter", "methodcaller", "__getattribute__"}
 UNSEEN |= {x for x in vars(torch) if x.startswith(("get_", "are_")) or x.endswith("_enabled")} - {*dir(torch.Tensor)}
-UNSEEN |= {"is_anomaly_check_nan_enabled", "initial_seed", "is_available", "device_count", "current_device"}
+UNSEEN |= {"initial_seed", "is_available", "device_count", "current_device"}
 _SETTINGS = {  # modules of torch
     "accelerator", "amp", "autograd", "backends", "compiler", "cpu", "cuda", "distributed", "mps", "utils", "xpu",
 }  # fmt: skip
@@ -96,10 +96,11 @@ def _has_operators(cls):
     """Does a class itself have a constructor, operators and the like, which run as they are and may read anything?"""
     for name, what in vars(cls).items():
         what = getattr(what, "__func__", what)  # of a staticmethod or classmethod
-        if not name.startswith("__") or not hasattr(type(what), "__get__") or isinstance(what, _OF_C):
+        is_method = name.startswith("__") and not name.startswith("__annotate") and hasattr(type(what), "__get__")
+        if not is_method or isinstance(what, _OF_C):
             continue
         if not isinstance(what, types.FunctionType) or not (_is_from_library(what) or _is_generated(cls, what)):
-            return not name.startswith("__annotate")
+            return True
     return False
 
 
@@ -109,7 +110,7 @@ def _is_from_library(function):
 
 def _is_generated(cls, function):
     """Has ``dataclass`` or ``namedtuple`` made this method, of fields that cannot change?"""
-    outer, code = function.__globals__.get("__name__", ""), inspect.unwrap(function).__code__
+    outer = function.__globals__.get("__name__", "")
     if issubclass(cls, tuple) and "_fields" in vars(cls):
         is_new = outer.startswith("namedtuple_") and all(map(is_simple, function.__defaults__ or ()))
         return is_new or outer == "collections"
@@ -120,7 +121,9 @@ def _is_generated(cls, function):
             return False
         if field.default_factory not in (dataclasses.MISSING, list, dict, set, tuple):
             return False
-    return code.co_filename == "<string>" and getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    is_of_text = getattr(code, "co_filename", "") == "<string>"
+    return is_of_text and getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")  # from Python 3.11
 
 
 def found_in(value, names):

@@ -90,11 +90,14 @@ class Number(Bound):
     def __bool__(self):
         return bool(self._known) if is_left_over(self) else self._trace.steps.guard(self._number, bool)
 
+    def _is_users(self):
+        """Is it of a class that is derived from int or float?"""
+        return isinstance(self._known, NUMBERS) and not is_simple(self._known)
+
     def _concrete(self):
         if is_left_over(self):
             return self._known
-        if not is_simple(self._known):  # its class may have an `__index__` of its own
-            self._trace.holds_once = True
+        self._trace.holds_once |= self._is_users()  # its class may have an `__index__` of its own
         return self._trace.steps.guard(self._number, itself)
 
     def __int__(self):
@@ -123,7 +126,7 @@ class Number(Bound):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        if isinstance(self._known, NUMBERS) and not is_simple(self._known):  # a class of the user
+        if self._is_users():
             return self._trace.attribute(self._number, name)
         return getattr(self._concrete(), name)
 
