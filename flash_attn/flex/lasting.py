@@ -72,11 +72,13 @@ def is_simple(value):
     return isinstance(value, (*NUMBERS, *SIMPLE)) and is_known(type(value))
 
 
+_OF_ENUM = {"_name_", "_value_", "__objclass__", "_sort_order_", "_inverted_"}  # what Python gives a member
+
+
 def is_fixed(member):
     """Has a member of an enum nothing but its name and a value that cannot change?"""
     value = member._value_
-    of_python = {"_name_", "_value_", "__objclass__", "_sort_order_", "_inverted_"}
-    return vars(member).keys() <= of_python and all(map(is_simple, value if type(value) is tuple else (value,)))
+    return vars(member).keys() <= _OF_ENUM and all(map(is_simple, value if type(value) is tuple else (value,)))
 
 
 def is_key(value):
@@ -126,35 +128,44 @@ def _is_generated(cls, function):
     return is_of_text and getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")  # from Python 3.11
 
 
-def found_in(value, names):
-    """What attributes of these names a class has, ``((name, what), ..)``; None: it may be another thing next time."""
+def found_in(value, names, is_first=False):
+    """What attributes of these names a class has, ``((name, what), ..)``; None: it may be another thing next time.
+
+    Only the trace, which is the first to ask, looks for operators. They take longer to find than attributes.
+    """
     if is_known(value):
         return ()
     if "__dict__" in names or "vars" in names or not is_known(type(value)):
         return None
     found = []
     for base in value.__mro__:
-        if not is_known(base) and _has_operators(base):
+        if is_first and not is_known(base) and _has_operators(base):
             return None
         for name in () if is_known(base) else sorted(names & set(vars(base))):
             what = vars(base)[name]
-            what = () if isinstance(what, _PURE) else _lasting(what, names)
+            what = () if isinstance(what, _PURE) else _lasting(what, names, is_first)
             if what is None:
                 return None
             found.append((name, what))
     return tuple(found)
 
 
-def _lasting(value, names):
+_EXACT = {*NUMBERS, *SIMPLE} - {float}
+
+
+def _lasting(value, names, is_first):
     """A value that cannot change, with its types. None: it can."""
+    if type(value) in _EXACT or (type(value) is float and value != 0):
+        return type(value), value
     if isinstance(value, enum.Enum):
-        return (type(value), value) if is_fixed(value) else None
+        is_as_made = is_fixed(value) if is_first else vars(value).keys() <= _OF_ENUM
+        return (type(value), value) if is_as_made else None
     if is_simple(value):
         return exact(value)
     if type(value) is tuple:
-        items = tuple(_lasting(item, names) for item in value)
+        items = tuple(_lasting(item, names, is_first) for item in value)
         return None if None in items else items
     if isinstance(value, type):
-        found = found_in(value, names)
+        found = found_in(value, names, is_first)
         return None if found is None else (value, found)
     return None

@@ -40,7 +40,7 @@ def exact(value):
     """A number, a string and the like, or a tuple of them, with all types. It tells 0.0 from -0.0."""
     if type(value) is tuple:
         return tuple(map(exact, value))
-    return (type(value), value, repr(value)) if isinstance(value, float) else (type(value), value)
+    return type(value), value if value or not isinstance(value, float) else repr(value)
 
 
 @functools.cache

@@ -358,9 +358,8 @@ class Trace:
         names = value if base is dict else range(len(value))
         if base is dict:
             self.holds_once |= not all(map(is_key, names))
-            self._classes += [
-                (number, lambda _, name=name: type(name)) for name in names if isinstance(name, enum.Enum)
-            ]
+            classes = {type(name) for name in names if isinstance(name, enum.Enum)}
+            self._classes += [(number, lambda _, cls=cls: cls) for cls in classes]
         template = "{0}[{1}]" if is_plain else base.__name__ + ".__getitem__({0}, {1})"
         items = [self.child(number, template, name) for name in names]
         if is_plain:
@@ -411,7 +410,7 @@ class Trace:
         self.holds_once |= bool(names & UNSEEN)
         asked = self._instances if names & {"__class__", "type"} else []
         for number, class_of in (*self._classes, *((number, type) for number in asked)):
-            found = found_in(class_of(self.steps.values[number]), names)
+            found = found_in(class_of(self.steps.values[number]), names, is_first=True)
             if found is None:
                 self.holds_once = True
             elif found:
