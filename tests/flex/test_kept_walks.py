@@ -2,6 +2,7 @@
 gives that makes it anew."""
 
 import copy
+import gc
 import pickle
 import threading
 
@@ -161,6 +162,7 @@ def test_memory_goes_with_the_mask():
     tensors = draw(length=4096)
     results(tensors, create_block_mask(mask_mod, None, None, 4096, 4096, "cuda"))
     torch.cuda.synchronize()
+    gc.collect()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
         mask = create_block_mask(mask_mod, None, None, 4096, 4096, "cuda")
@@ -168,4 +170,5 @@ def test_memory_goes_with_the_mask():
             results(tensors, mask)
     assert torch.cuda.memory_allocated() - before < 32 << 20
     del mask
-    assert torch.cuda.memory_allocated() == before
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
