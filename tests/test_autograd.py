@@ -117,7 +117,7 @@ CHANGES = {  # an option, and how the caller may write it between forward and ba
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_backward_has_the_options_of_the_forward(device, name, sinks):
     if sinks and device == "cuda":
-        pytest.skip("the numbers and what holds them take two kernels there, whose bf16 differs by 5% of these gradients")
+        pytest.skip("numbers and what holds them take two kernels there, whose bf16 differs by 5% of these gradients")
     make, write = CHANGES[name]
     name = name.split()[0]
     tensors, option = leaves(device, 2, 40, 4, 64), make()
