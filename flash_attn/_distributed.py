@@ -25,8 +25,8 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from flash_attn._arguments import NAMES
-from flash_attn._ops import check_tensor, rng_of
+from flash_attn._arguments import NAMES, split
+from flash_attn._ops import check_tensor, flash_attn_2_cuda, rng_of
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 
 # ---- layouts of the public functions -------------------------------------------------------------------------------
@@ -318,7 +318,8 @@ def run(function, layout, names, values, results, written=(), dropout_p=0.0, lea
         found = function(*locals_)
     for move in moves:
         move()
-    if not is_compiling():  # autograd asks the DTensor whether it has changed, and not the part of this rank
+    if not (is_compiling() or flash_attn_2_cuda.only_plans()):
+        # autograd asks the DTensor whether it has changed, and not the part of this rank
         for name, x in zip(names, values):
             if x is not None and (name in written or name in outputs):
                 increment_version(x)
@@ -332,8 +333,18 @@ def run(function, layout, names, values, results, written=(), dropout_p=0.0, lea
 _LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
 
 
+def _may_lack_heads(qkv):
+    """May a rank be without heads of a packed tensor? Its keys would then have no head, which kernels need."""
+    fewest = qkv.shape[-2] if qkv.dim() > 2 else 0
+    for i in range(qkv.device_mesh.ndim):
+        fewest -= -(-fewest // qkv.device_mesh.size(i)) * (qkv.device_mesh.size(i) - 1)
+    return fewest <= 0
+
+
 def attend(function, option_names, tensors, lengths, options):
     """Returns ``function(tensors, lengths, *options)``."""
+    if len(tensors) == 1 and isinstance(tensors[0], DTensor) and _may_lack_heads(tensors[0]):
+        tensors = split(tensors)
     option_names = option_names[: len(options)]
     named = dict(zip(option_names, options))
     num, num_lengths = len(tensors), len(lengths)

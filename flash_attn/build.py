@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m flash_attn.build", description=__doc__.splitlines()[0])
     names = sorted([*_variants.ARCHS, "sm_90"], key=_variants.number_of)
     parser.add_argument(
-        "--arch", nargs="+", default=["sm_90a"], choices=names, metavar="ARCH",
+        "--arch", nargs="+", choices=names, metavar="ARCH",
         help=f"the GPUs to compile for: {', '.join(names)} (default: sm_90a, which is Hopper; sm_90 is the same)",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
@@ -79,13 +79,16 @@ def main() -> None:
     )
     what.add_argument("--list", action="store_true", help="list the kernels that are kept, and compile none")
     options = parser.parse_args()
+    if options.list and options.arch:
+        parser.error("--list lists the kernels of all GPUs: leave out --arch")
+    archs = options.arch or ["sm_90a"]
     try:
         if options.list:
             return _list()
         if options.call:
-            compiled = [name for place in options.call for name in _build_call(place, options.arch)]
+            compiled = [name for place in options.call for name in _build_call(place, archs)]
         else:
-            compiled = prebuild(options.arch, options.all, _bar)
+            compiled = prebuild(archs, options.all, _bar)
     except RuntimeError as error:
         sys.exit(str(error))
     print(f"{len(compiled)} kernels compiled; the others were there")

@@ -88,7 +88,7 @@ _NOT_ATTENTION = tuple(_PACKAGE + name for name in ("modules", "ops", "layers", 
 _TORCH_CALLS_FROM = tuple(os.path.join("torch", *path) for path in (("autograd",), ("_library",), ("_ops.py",)))
 _NODES = re.compile(
     "_(Attended|AttendedWithAll|Attention|Transformed|Extended|Recorded|FlexAttention)Backward"
-    "|GeneratedBackwardFor_flash_attn"
+    "|GeneratedBackwardFor_flash_attn(?!__combine)"
     "|ScaledDotProductFlashAttention(ForCpu)?Backward|FlashAttentionBackward"
 )
 
@@ -226,6 +226,8 @@ def _collect(function, args, kwargs, device):
     On a GPU a pass that no kernel can run has a refusal. On the CPU every pass has a kernel, and an error is an error
     of the call.
     """
+    if flash_attn_2_cuda.only_plans():
+        raise TypeError("explain is at work already: pass a function that does not call explain itself")
     forwards, backward_of = _Forwards(), None
     flash_attn_2_cuda.plan_only(True)
     try:
@@ -281,11 +283,12 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Union[Pl
             cache, and draws no random number.
     Returns:
         ``Plan`` of the forward, or a list of them if the function calls attention several times. If an input requires
-        grad, ``backward`` holds the plan of the backward. If a GPU cannot run a pass, or PyTorch's own kernel runs, the
+        grad, ``backward`` holds the plan of the backward, but not in ``torch.compile`` and ``torch.utils.checkpoint``,
+        where it stays None. If a GPU cannot run a pass, or PyTorch's own kernel runs, the
         Plan has no kernel, and ``refusal`` gives the reason.
     Raises:
-        TypeError: function is no function, the call plans no attention or runs a backward itself, or a tensor is on
-            device "meta" or fake.
+        TypeError: function is no function, the call plans no attention, runs a backward or explains a call itself, or
+            a tensor is on device "meta" or fake.
         On the CPU, the errors of the call itself.
 
     >>> q = torch.randn(1, 128, 4, 64, requires_grad=True)

@@ -36,6 +36,7 @@ from torch.distributed.tensor.experimental import local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from flash_attn import (
+    explain,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -93,6 +94,10 @@ def packed_in_one(mesh):
     qkv, q, kv = randn(2, 6, 3, 4, 16), randn(2, 5, 4, 16), randn(2, 6, 2, 2, 16)
     for place in (R, Shard(0), Shard(1), Shard(2), Shard(3)):
         check(f"qkv {place}", mesh, partial(flash_attn_qkvpacked_func, causal=True), {"qkv": qkv}, {"qkv": [place]})
+    one_head = qkv[:, :, :, :1].contiguous()  # another rank has none
+    check("qkv of one head", mesh, flash_attn_qkvpacked_func, {"qkv": one_head}, {"qkv": [Shard(3)]})
+    attend = partial(flash_attn_varlen_qkvpacked_func, cu_seqlens=int32(0, 4, 12), max_seqlen=8)
+    check("packed qkv of one head", mesh, attend, {"qkv": one_head.flatten(0, 1)}, {"qkv": [Shard(2)]})
     for place in (R, Shard(2), Shard(3)):  # Shard(2): keys on one rank, values on the other
         check(f"kv {place}", mesh, flash_attn_kvpacked_func, {"q": q, "kv": kv}, {"q": [Shard(2)], "kv": [place]})
 
@@ -244,6 +249,7 @@ def a_written_cache_has_changed(mesh):
     y = cache * x.requires_grad_()
     with torch.no_grad():
         flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=3)  # writes nothing
+        explain(flash_attn_with_kvcache, q, cache, cache.clone(), k, k, cache_seqlens=3)  # nor does this
     y.sum().backward(retain_graph=True)
     with torch.no_grad():
         flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cache_seqlens=3)

@@ -16,6 +16,7 @@ from flash_attn import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    merge_attention,
 )
 from flash_attn.explain import Plan
 from flash_attn.flash_attn_interface import _flash_attn_forward
@@ -235,3 +236,27 @@ def test_a_function_that_runs_a_backward_is_refused():
     assert q.grad is None and weight.grad is None
     flash_attn_func(q, q, q).sum().backward()
     assert q.grad is not None
+
+
+def test_merged_parts_have_plans():
+    """merge_attention is no attention, and its node no node of one."""
+    q = randn(1, 9, 2, 16).requires_grad_()
+
+    def merged(q):
+        parts = [flash_attn_func(q, q[:, part], q[:, part], return_lse=True) for part in (slice(0, 4), slice(4, 9))]
+        return merge_attention(*zip(*parts))
+
+    assert [plan.backward.direction for plan in explain(merged, q)] == ["backward"] * 2
+
+
+def test_a_function_that_explains_is_refused():
+    """The inner call would let attention run in the outer one, and write the cache."""
+    q, cache = randn(1, 1, 2, 16), torch.zeros(1, 8, 2, 16)
+
+    def step(q):
+        explain(flash_attn_func, q, q, q)
+        return flash_attn_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=3)
+
+    with pytest.raises(TypeError, match="explain is at work already"):
+        explain(step, q)
+    assert not cache.any() and explain(flash_attn_func, q, q, q).kernel

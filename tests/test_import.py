@@ -160,6 +160,8 @@ def test_import_after_a_misspelt_instruction_set():
             "any,bogus",
             "each of its words must be a part of a kernel's name, such as attn_fwd",
         ),
+        ("FLASH_ATTN_CUDA_KERNEL", "any,", "each of its words must be a part of a kernel's name, such as attn_fwd"),
+        ("FLASH_ATTN_CHECK", "false", "allowed are 1, and 0 or nothing"),
         ("FLASH_ATTN_LOG", "plans", "allowed are plan, and 0 or nothing"),
     ],
 )

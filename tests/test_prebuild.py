@@ -146,6 +146,8 @@ def test_kept_kernels_are_listed(tmp_path):
     assert done.returncode == 0, done.stderr
     row = f"{4:8} KiB  {name}"
     assert done.stdout.splitlines() == [row, row, f"2 kernels in {tmp_path}"]
+    done = fresh_python.module("flash_attn.build", "--list", "--arch", "sm_80", env=environment)
+    assert done.returncode == 2 and "--list lists the kernels of all GPUs: leave out --arch" in done.stderr
 
 
 @pytest.mark.parametrize("given", [{"FLASH_ATTN_CACHE_DIR": "/a"}, {"XDG_CACHE_HOME": "/b"}, {"HOME": "/c"}, {}])

@@ -72,14 +72,14 @@ static bool leave_cuda_kernels(const char *words) {
     return true;
 }
 
-/* Is each of the words, which commas separate, a part of a kernel's name? */
+/* Is each of the words, which commas separate, a part of a kernel's name? An empty one is a part of every name. */
 static bool are_in_names(const char *words) {
-    while (words) {
+    while (words && *words) {
         const size_t length = strcspn(words, ",");
-        bool is_found = length == 0;
+        bool is_found = false;
         for (int i = 0; i < FA_NUM_FAMILIES; i++)
             for (const char *at = fa_families[i].name; *at; at++) is_found |= strncmp(at, words, length) == 0;
-        if (!is_found) return false;
+        if (!is_found || length == 0 || (words[length] && !words[length + 1])) return false;
         words = words[length] ? words + length + 1 : NULL;
     }
     return true;

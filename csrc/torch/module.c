@@ -22,6 +22,10 @@ static bool read_environment(void) {
         PyErr_Format(PyExc_ImportError, "FLASH_ATTN_LOG is '%s'; allowed are plan, and 0 or nothing", log);
         return false;
     }
+    if (check && *check && strcmp(check, "1") != 0 && strcmp(check, "0") != 0) {
+        PyErr_Format(PyExc_ImportError, "FLASH_ATTN_CHECK is '%s'; allowed are 1, and 0 or nothing", check);
+        return false;
+    }
     const char *shim = getenv("FLASH_ATTN_TORCH_SHIM");
     if (shim && *shim && (strncmp(shim, "2.", 2) != 0 || !shim[2] || shim[2 + strspn(shim + 2, "0123456789")])) {
         PyErr_Format(PyExc_ImportError, "FLASH_ATTN_TORCH_SHIM is '%s'; allowed are releases of PyTorch 2, such as 2.4",
