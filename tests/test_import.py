@@ -170,6 +170,12 @@ def test_a_misspelt_variable_is_refused(name, value, text):
     assert said.startswith(f"{name} is '{value}'; {text}"), said
 
 
+@pytest.mark.parametrize("name", ["FLASH_ATTN_CACHE_DIR", "FLASH_ATTN_NVRTC"])
+def test_a_path_that_is_too_long_is_refused(name):
+    said = python(f"import os\nos.environ[{name!r}] = '/' + 1023 * 'a'\n{IMPORT}")
+    assert said.startswith(f"{name} is a path of 1024 bytes; allowed are at most 1023"), said
+
+
 def test_other_distributions_may_add_subpackages(tmp_path):
     package = tmp_path / "flash_attn" / "from_elsewhere"
     package.mkdir(parents=True)

@@ -30,6 +30,15 @@ static void read_all(void) {
     was_read = true;
 }
 
+const char *fa_environment_too_long(void) {
+    static const fa_variable own[] = {FA_FLASH_ATTN_CACHE_DIR, FA_FLASH_ATTN_NVRTC};
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++) {
+        const char *value = getenv(names[own[i]]);
+        if (value && strlen(value) >= VALUE_BYTES) return names[own[i]];
+    }
+    return NULL;
+}
+
 void fa_environment_read(void) {
     fa_lock_acquire(&lock);
     read_all();

@@ -19,6 +19,10 @@ typedef enum {
     FA_NUM_VARIABLES
 } fa_variable;
 
+/* The name of one of our own variables whose value is too long to be copied, or NULL. The caller holds Python's
+ * lock. */
+const char *fa_environment_too_long(void);
+
 /* Reads all variables. The caller holds Python's lock, so the environment does not change meanwhile. */
 void fa_environment_read(void);
 

@@ -26,6 +26,12 @@ static bool read_environment(void) {
         PyErr_Format(PyExc_ImportError, "FLASH_ATTN_CHECK is '%s'; allowed are 1, and 0 or nothing", check);
         return false;
     }
+    const char *too_long = fa_environment_too_long();
+    if (too_long) {
+        PyErr_Format(PyExc_ImportError, "%s is a path of %zd bytes; allowed are at most 1023", too_long,
+                     (Py_ssize_t)strlen(getenv(too_long)));
+        return false;
+    }
     const char *shim = getenv("FLASH_ATTN_TORCH_SHIM");
     if (shim && *shim && (strncmp(shim, "2.", 2) != 0 || !shim[2] || shim[2 + strspn(shim + 2, "0123456789")])) {
         PyErr_Format(PyExc_ImportError, "FLASH_ATTN_TORCH_SHIM is '%s'; allowed are releases of PyTorch 2, such as 2.4",
