@@ -35,8 +35,9 @@ def has_distributed(values):
 
 def _of_numpy(x):
     """A NumPy array without dimensions gives its number, because the caller may write it. All else stays."""
-    is_array = type(x) not in _USUAL and getattr(x, "ndim", None) == 0 and not is_compiling()
-    return x.item() if is_array else x
+    if type(x) in _USUAL or is_compiling() or getattr(x, "ndim", None) != 0:
+        return x
+    return x.item() if getattr(x.dtype, "kind", None) in ("b", "i", "u", "f") else x
 
 
 def as_int(x, name):

@@ -405,3 +405,24 @@ def test_in_place_on_views_of_one_projection():
         close(x.grad[:, :, 0], reference(dout[:, :, :1], cos, sin, positions, False, True))
         close(x.grad[:, :, 1], reference(dout[:, :, 1:2], cos, sin, positions, False, True))
         assert x.grad[:, :, 2].equal(dout[:, :, 2:])
+
+
+@pytest.mark.parametrize("steps", [("half", "empty"), ("empty", "half"), ("empty",)], ids=str)
+def test_frequencies_of_a_module_that_was_on_meta(steps):
+    """They are no part of a state dict, and to_empty leaves any numbers."""
+    with torch.device("meta"):
+        rotary = RotaryEmbedding(16, scale_base=512.0)
+    for step in steps:
+        rotary = rotary.half() if step == "half" else rotary.to_empty(device="cpu")
+    want = RotaryEmbedding(16, scale_base=512.0)
+    assert torch.equal(rotary.inv_freq, want.inv_freq) and torch.equal(rotary.scale, want.scale)
+
+
+def test_frequencies_that_a_program_has_replaced():
+    rotary = RotaryEmbedding(16)
+    del rotary.inv_freq
+    rotary.inv_freq = torch.nn.Parameter(torch.rand(8))
+    assert rotary.double().inv_freq.dtype == torch.float64
+    rotary = RotaryEmbedding(16)
+    rotary.inv_freq = torch.rand(4).half()
+    assert torch.equal(rotary.float().inv_freq, rotary.inv_freq.half().float())

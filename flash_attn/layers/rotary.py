@@ -302,6 +302,8 @@ def _unrounded(buffer, compute, device):
     if values.dtype == torch.float32:
         return values
     exact = compute(device)
+    if values.shape != exact.shape:
+        return values.float()
     return torch.where(values == exact.to(values.dtype), exact, values.float())
 
 
@@ -356,9 +358,13 @@ class RotaryEmbedding(torch.nn.Module):
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, compute in (("inv_freq", self._compute_inv_freq), ("scale", self._compute_scale)):
-            made = self._buffers[name]
-            if made is not None and made.dtype != before[name].dtype:
-                self._buffers[name] = _unrounded(before[name], compute, made.device)
+            made, old = self._buffers.get(name), before.get(name)
+            if made is None or old is None:  # a program has put something else there
+                continue
+            if old.is_meta and not made.is_meta:  # to_empty leaves any numbers, and no state dict has others
+                self._buffers[name] = compute(made.device)
+            elif made.dtype != old.dtype:
+                self._buffers[name] = _unrounded(old, compute, made.device)
         return self
 
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):

@@ -44,7 +44,9 @@ def round_multiple(x: int, m: int) -> int:
 
 def _of_numpy(x):
     """A NumPy array without dimensions gives its number, because the caller may write it. All else stays."""
-    return x.item() if getattr(x, "ndim", None) == 0 and not torch.compiler.is_compiling() else x
+    if torch.compiler.is_compiling() or getattr(x, "ndim", None) != 0:
+        return x
+    return x.item() if getattr(x.dtype, "kind", None) in ("b", "i", "u", "f") else x
 
 
 def as_int(x, name):

@@ -24,6 +24,8 @@ def _gradients(ctx, dout, dlse):
     whatever it holds. A softmax of the lses has all digits of w_i, where a large lse has lost them.
     """
     parts, lse_parts = ctx.saved_tensors
+    if parts.shape[0] == 0:
+        return parts * 0, lse_parts * 0, None
     counts = ~lse_parts.isinf()
     top = torch.where(counts, lse_parts, -torch.inf).detach().amax(0)
     weights = torch.where(counts, lse_parts - torch.where(top == -torch.inf, 0, top), -torch.inf).exp()

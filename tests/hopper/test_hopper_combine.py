@@ -147,6 +147,13 @@ def test_gradients_beside_a_large_lse(largest):
         torch.testing.assert_close(has.double(), wants, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_of_no_parts():
+    parts, lse = (x[:0].requires_grad_() for x in make(1, 1, 5, 2, 8))
+    out, total = flash_attn_combine(parts, lse)
+    grads = torch.autograd.grad(out.sum(), (parts, lse))
+    assert not out.any() and [x.shape for x in grads] == [parts.shape, lse.shape]
+
+
 def test_gradients_of_parts_that_hold_nan():
     parts, lse = leaves(*make(3, 1, 4, 2, 8))
     with torch.no_grad():
