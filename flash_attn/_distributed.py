@@ -311,15 +311,15 @@ def run(function, layout, names, values, results, written=(), dropout_p=0.0, lea
             if "g" in letters and not division.splits_g and "h" in division.divides:
                 x = _of_heads(x, letters.index("g"), first, num, sizes["h"] // max(sizes["g"], 1))
         locals_.append(x)
-    if dropout_p and any(division.divides) and not is_compiling():
+    runs = is_compiling() or not flash_attn_2_cuda.only_plans()  # explain writes nothing and draws no number
+    if dropout_p and any(division.divides) and runs and not is_compiling():
         with _drawing(division, next(x.device for x in locals_ if isinstance(x, torch.Tensor))):
             found = function(*locals_)
     else:
         found = function(*locals_)
-    for move in moves:
+    for move in moves if runs else ():
         move()
-    if not (is_compiling() or flash_attn_2_cuda.only_plans()):
-        # autograd asks the DTensor whether it has changed, and not the part of this rank
+    if runs and not is_compiling():  # autograd asks the DTensor whether it has changed, and not the part of this rank
         for name, x in zip(names, values):
             if x is not None and (name in written or name in outputs):
                 increment_version(x)

@@ -243,6 +243,14 @@ def lengths_of_all_ranks(mesh):
         flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths)
 
 
+def planning_draws_no_number(mesh):
+    tensors = [placed(x, mesh, [Shard(2)]) for x in qkv_of(2, 5, 5, 4, 4).values()]
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    explain(flash_attn_func, *tensors, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def a_written_cache_has_changed(mesh):
     """The backward of another function that has saved the cache would use the new numbers."""
     q, k, cache, x = (placed(randn(2, n, h, 16), mesh, [Shard(2)]) for n, h in ((1, 4), (1, 2), (8, 2), (8, 2)))
@@ -485,7 +493,7 @@ def the_document(mesh):
 
 CHECKS = dense, of_heads, packed_in_one, options, sizes_of_one, slopes_without_gradient, merged, sequences, decoding
 CHECKS += a_written_cache_has_changed, ops, dropout, errors, compiled, tensor_parallel, data_parallel, mapped
-CHECKS += (the_document,)
+CHECKS += the_document, planning_draws_no_number
 
 
 def on_one_dimension(rank, group):
