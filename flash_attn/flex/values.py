@@ -403,6 +403,8 @@ def _isinstance(x, classes):
     """Is what an object of the trace stands for an instance of classes?"""
     if isinstance(x, Bound):
         return x._trace.steps.guard(x._number, lambda value: isinstance(value, classes))
+    if is_object(x):  # an abstract class asks for methods, which the stand-in has
+        return object.__getattribute__(x, "_asked")(lambda value: isinstance(value, classes))
     return issubclass(torch.Tensor, classes) if isinstance(x, Value) else isinstance(x, classes)
 
 

@@ -4,7 +4,7 @@ A mod that could answer from memory alone is traced for each call.
 """
 
 import builtins
-import collections
+import collections.abc
 import dataclasses
 import enum
 import functools
@@ -15,6 +15,7 @@ import torch
 from oracle_flex import evaluated, expected
 
 from flash_attn.flex import tracer
+from flash_attn.flex_attention import create_mask
 
 SHAPE = (1, 1, 9, 9)
 
@@ -490,3 +491,15 @@ def test_plain_values_need_no_second_trace(name):
             check(lambda b, h, q, k: compare(q, k))  # noqa: B023
 
     assert traces(run) == 1
+
+
+def test_abstract_classes_ask_the_function_itself():
+    """What stands for it has more methods."""
+    halves = functools.partial(torch.div, rounding_mode="floor")
+
+    def mod(b, h, q, k):
+        return k <= (q if isinstance(halves, (collections.abc.Collection, collections.abc.Iterable)) else halves(q, 2))
+
+    want = torch.arange(8) <= torch.arange(8)[:, None] // 2
+    for _ in range(2):
+        assert torch.equal(create_mask(mod, 1, 1, 8, 8, "cpu")[0, 0], want)
