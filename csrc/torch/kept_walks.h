@@ -1,8 +1,8 @@
 /* Where the walks of a block mask lie that stays as it is from call to call (fa_kept_walks of flex/flex.h).
  *
- * create_block_mask gives its block mask a list of two, for forward and backward. An entry is made by the first call of
- * a GPU and serves the next ones, as long as they have the same sizes, stream and mask, and as PyTorch has seen no
- * change of the lists of blocks and of the mask's tensors. */
+ * create_block_mask gives its block mask a list of two, for forward and backward. The first call on a GPU makes an
+ * entry. The entry serves the next calls of the same sizes, stream and mask. A change of the lists of blocks or of the
+ * mask's tensors that PyTorch has counted ends this. */
 #ifndef FA_TORCH_KEPT_WALKS_H
 #define FA_TORCH_KEPT_WALKS_H
 

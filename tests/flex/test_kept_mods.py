@@ -298,8 +298,8 @@ def wrapped_function_of_torch():
 
 
 def name_of_builtins():
-    builtins.WIDTH_OF_BUILTINS = 2
-    return lambda b, h, q, k: q - k <= WIDTH_OF_BUILTINS, lambda: setattr(builtins, "WIDTH_OF_BUILTINS", 5)  # noqa: F821
+    builtins.BUILTIN_WIDTH = 2
+    return lambda b, h, q, k: q - k <= BUILTIN_WIDTH, lambda: setattr(builtins, "BUILTIN_WIDTH", 5)  # noqa: F821
 
 
 def precision_of_products():
@@ -352,7 +352,7 @@ def settings():
     torch.set_default_dtype(torch.float32)
     globals()["WIDTH"] = 2
     globals().pop("WIDTH_OF_A_LATER_TIME", None)
-    vars(builtins).pop("WIDTH_OF_BUILTINS", None)
+    vars(builtins).pop("BUILTIN_WIDTH", None)
 
 
 @pytest.mark.parametrize("make", CHANGES, ids=lambda make: make.__name__)
