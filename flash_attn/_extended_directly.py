@@ -23,6 +23,7 @@ from flash_attn._sinks import without_rows_behind
 from flash_attn.flex import attention as flex
 from flash_attn.flex import options as mods
 from flash_attn.flex.block_mask import LISTS, find_blocks
+from flash_attn.flex.kept_walks import FEW_BYTES, KeptWalks
 from flash_attn.flex.tracer import program_of
 
 # What programs read, as C numbers it: tensors, then numbers.
@@ -198,6 +199,11 @@ def _kept_on_gpu(tensor, what, make):
     return remembered(tensor, (what, _stream_of(tensor.device)), make)
 
 
+def _with_walks(blocks, is_exact):
+    """Lists that the kernels find as they are in the next call, too. An attn_mask may change uncounted."""
+    return (*blocks, KeptWalks(FEW_BYTES)) if is_exact and blocks else blocks
+
+
 # NOTE: torch.no_grad as a decorator of an inner function takes 10 us whenever the inner function is made.
 
 
@@ -216,7 +222,7 @@ def _blocks_of_dense(len_q, len_kv, window, is_exact, device):
 
 @functools.lru_cache(maxsize=16)
 def _kept_blocks_of_dense(len_q, len_kv, window, is_exact, device, stream):
-    return _blocks_of_dense(len_q, len_kv, window, is_exact, device)
+    return _with_walks(_blocks_of_dense(len_q, len_kv, window, is_exact, device), is_exact)
 
 
 def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
@@ -234,7 +240,7 @@ def _places_of_packed(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_
     device = cu_seqlens_q.device
     has_lists = not _is_one_block(total_q, total_kv) and total_q and total_kv
     lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if has_lists else None
-    return places.tensors, lists
+    return places.tensors, _with_walks(lists, is_exact)
 
 
 class _LastPacked:

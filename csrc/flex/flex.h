@@ -36,11 +36,11 @@ typedef void *const *fa_flex_gradients;
 
 /* The walks of a block mask that stays as it is from call to call, in memory that outlives the calls. Two calls with
  * the same key have the same walks. The caller gives key and data of an earlier call, if there was one.
- * fa_cuda_find_kept_walks fills in the rest for this call. `bytes` is 0 if its walks cannot be kept, and otherwise the
- * caller gives so much memory if it is_wanted. */
+ * fa_cuda_find_kept_walks fills in the rest for this call. `bytes` is 0 if its walks cannot be kept or take more than
+ * most_bytes, and otherwise the caller gives so much memory if it is_wanted. */
 typedef struct {
     int64_t key[FA_FLEX_MOST_KEY];
-    size_t num_key, bytes;
+    size_t num_key, bytes, most_bytes;
     void *data;     /* in the GPU's memory; NULL: none yet */
     void *owner;    /* of memory that the caller made for this call */
     bool is_wanted; /* the earlier call had other walks, or there was none */

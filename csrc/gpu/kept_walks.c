@@ -67,6 +67,7 @@ fa_status fa_cuda_find_kept_walks(const fa_problem *problem, const fa_plan *plan
     const size_t num = is_recorded ? 0 : key_of(problem, plan, place.stream, key);
     if (num == 0) return FA_OK;
     kept->bytes = fa_block_walks_at(problem) + fa_block_walks_bytes(problem, plan) + fa_hidden_bytes(problem, plan);
+    if (kept->bytes > kept->most_bytes) kept->bytes = 0;
     kept->is_wanted = !kept->data || kept->num_key != num || memcmp(kept->key, key, num * sizeof *key) != 0;
     memcpy(kept->key, key, num * sizeof *key);
     kept->num_key = num;

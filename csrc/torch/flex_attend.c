@@ -405,6 +405,12 @@ static fa_status read_sinks(flex_call *c, fa_error *err) {
     return read_stats(c, 12, of[3], "the probability of sinks", &c->problem.sink_probability, err);
 }
 
+/* The kernels leave what they walk through to the next call, if the blocks have a place for it. */
+static void offer_kept_walks(flex_call *c, fa_pass pass) {
+    if (c->flex.partial.num && PyTuple_Size(c->blocks) > KEPT && c->problem.device == FA_CUDA)
+        c->flex.kept = fa_offer_kept_walks(&c->kept, c->blocks, c->mask, pass);
+}
+
 static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     fa_status status = FA_OK;
     TRY(read_tensors(c, pass, err));
@@ -432,8 +438,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     }
     if (c->problem.h_kv == 0) return FA_OK; /* no tensor has an element */
     const bool only_out = c->makes_results && !c->wants_lse;
-    if (f->partial.num && PyTuple_Size(c->blocks) > KEPT && c->problem.device == FA_CUDA)
-        c->flex.kept = fa_offer_kept_walks(&c->kept, c->blocks, c->mask, pass);
+    offer_kept_walks(c, pass);
     Py_BEGIN_ALLOW_THREADS status = fa_execute_problem(&c->problem, only_out, err);
     Py_END_ALLOW_THREADS if (c->flex.kept) fa_settle_kept_walks(&c->kept, status);
     return status;
@@ -509,9 +514,12 @@ static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, bool wants_p
     }
     p->flex = &c->flex;
     const bool has_elements = p->h_kv > 0;
+    c->mask = m->mask;
+    if (has_elements) offer_kept_walks(c, FA_FWD);
     Py_BEGIN_ALLOW_THREADS if (has_elements) status = fa_execute_problem(p, own.only_out, err);
     if (status == FA_OK && c->wants_max) status = find_max_logits(c, &call->q, outputs, err);
-    Py_END_ALLOW_THREADS return status;
+    Py_END_ALLOW_THREADS if (c->flex.kept) fa_settle_kept_walks(&c->kept, status);
+    return status;
 }
 
 fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err) {

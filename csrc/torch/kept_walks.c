@@ -5,6 +5,7 @@
 #include "call.h"
 
 enum { FIRST_LIST = 2, NUM_LISTS = 4, KEPT = FIRST_LIST + NUM_LISTS };
+enum { MOST_BYTES = 2 }; /* behind the two entries of a list */
 
 /* An entry as a tuple of Python's objects. Its tensors stay alive, so no other tensor gets their addresses. */
 enum { MEMORY, ADDRESS, KEY, VERSIONS, LISTS, OF_MASK, NUM_PARTS };
@@ -45,8 +46,9 @@ static void read_entry(fa_kept_of_call *call) {
 
 fa_kept_walks *fa_offer_kept_walks(fa_kept_of_call *call, PyObject *blocks, PyObject *mask, fa_pass pass) {
     PyObject *list = PyTuple_GetItem(blocks, KEPT), *of_mask = mask == Py_None ? Py_None : PyTuple_GetItem(mask, 1);
-    if (!PyList_Check(list) || PyList_Size(list) != 2) return NULL;
+    if (!PyList_Check(list) || PyList_Size(list) != MOST_BYTES + 1) return NULL;
     *call = (fa_kept_of_call){.pass = pass, .list = list, .of_mask = of_mask};
+    call->walks.most_bytes = PyLong_AsSize_t(PyList_GetItem(list, MOST_BYTES));
     call->lists = PyTuple_GetSlice(blocks, FIRST_LIST, KEPT);
     if (call->lists && read_versions(call, call->lists) && (of_mask == Py_None || read_versions(call, of_mask))) {
         read_entry(call);

@@ -1,8 +1,9 @@
 /* Where the walks of a block mask lie that stays as it is from call to call (fa_kept_walks of flex/flex.h).
  *
- * create_block_mask gives its block mask a list of two, for forward and backward. The first call on a GPU makes an
- * entry. The entry serves the next calls of the same sizes, stream and mask. A change of the lists of blocks or of the
- * mask's tensors that PyTorch has counted ends this. */
+ * create_block_mask gives its block mask a list: two entries, for forward and backward, and the most bytes that one may
+ * take. The first call on a GPU makes an entry. The entry serves the next calls of the same sizes, stream and mask. A
+ * change of the lists of blocks or of the mask's tensors that PyTorch has counted ends this. The lists of a window, or
+ * of packed sequences, that a call with options keeps have such a list, too (flash_attn/_extended_directly.py). */
 #ifndef FA_TORCH_KEPT_WALKS_H
 #define FA_TORCH_KEPT_WALKS_H
 

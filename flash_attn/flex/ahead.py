@@ -58,7 +58,7 @@ def rehearse(call, query, key, value, tensors, is_recorded, capability):
         return 0
     with imagined_gpu(capability, PENDING):
         try:
-            copy = attention.Call(call.scale, None, None, _in_place_of(call.blocks), call.wants_max,
+            copy = attention.Call(call.scale, None, None, _in_place_of(call.blocks and call.blocks[:6]), call.wants_max,
                                   call.plain, _in_place_of(call.sequences))  # fmt: skip
             copy.score, copy.score_numbers, copy.mask = call.score, call.score_numbers, _in_place_of(call.mask)
             query, key, value = inputs = [_in_place_of(attention.rows_of(x)) for x in (query, key, value)]

@@ -18,6 +18,7 @@ from .._imagined import is_imagined, stand_in
 from .._kinds import check_kinds
 from .._types import Device, MaskMod, ScoreMod
 from . import calls, ops
+from .kept_walks import KeptWalks
 from .tracer import PARAMETERS, place_of, program_of
 
 NAMES = ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")
@@ -245,22 +246,6 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
     sizes = (b, h, len_q, len_kv, block_q, block_kv)
     calls.classify(program.text, tensors, numbers, lists, *sizes, q_offset)
     return dict(zip(NAMES, lists))
-
-
-class KeptWalks(list):
-    """What calls on a GPU find in a block mask, for the next ones: of the forward and of the backward.
-
-    C fills it in (csrc/torch/kept_walks.h). A copy has nothing, because it belongs to other tensors.
-    """
-
-    def __init__(self):
-        super().__init__([None, None])
-
-    def __deepcopy__(self, memo):
-        return KeptWalks()
-
-    def __reduce__(self):
-        return KeptWalks, ()
 
 
 def _state_of(block_mask, mask):

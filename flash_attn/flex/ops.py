@@ -25,6 +25,7 @@ from .._ops import (
 )
 from .._sinks import gradient_of_sinks
 from . import calls
+from .kept_walks import FEW_BYTES, KeptWalks, may_keep
 from .program import BOOL, F64
 from .sequences import Sequences, key_length, shift_of
 
@@ -110,19 +111,19 @@ def _blocks_on_gpu(query, mask, program, len_kv, block):
     """The blocks of a mask without lists, as the kernels take them, or None if there is one block.
 
     The layers of a model have the same window, which reads no tensor. Its lists are kept for one stream. A CUDA graph
-    makes lists of its own, because those that are kept may be forgotten.
+    makes lists of its own, because those that are kept may be forgotten. So does inductor's run before a graph.
     """
     shape = [query.size(i) if program is None or program.reads(op) else 1 for i, op in enumerate("bh")]
     shape += query.size(-2), len_kv
     if shape[2] <= block[0] and shape[3] <= block[1]:
         return None
-    is_kept = not mask[1] and query.is_cuda and not torch.cuda.is_current_stream_capturing()
+    is_kept = not mask[1] and query.is_cuda and may_keep(query.device)
     stream = torch._C._cuda_getCurrentRawStream(query.device.index) if is_kept else None
     key = mask[0], mask[2], *shape, *block, query.device, stream
     found = _kept_blocks.get(key) if is_kept else None
     if found is None:
         made = _classify(query, mask, shape, block)
-        found = (*block, *(made[i] for i in PARTIAL_AND_FULL))
+        found = (*block, *(made[i] for i in PARTIAL_AND_FULL), *([KeptWalks(FEW_BYTES)] if is_kept else []))
     if is_kept:
         _kept_blocks[key] = found
         while len(_kept_blocks) > MOST_KEPT:

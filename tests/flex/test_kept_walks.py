@@ -4,12 +4,15 @@ gives that makes it anew."""
 import copy
 import gc
 import pickle
+import sys
 import threading
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from flash_attn import _extended_directly, _remembered, flash_attn_func, flash_attn_varlen_func
+from flash_attn.flex.kept_walks import KeptWalks
 from flash_attn.flex_attention import create_block_mask, flex_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -62,11 +65,11 @@ def test_the_next_call_finds_them(d):
     _, mask_mod = seen_by_table(700)
     mask, tensors = create_block_mask(mask_mod, None, None, 700, 700, "cuda"), draw(d)
     verify(tensors, mask)
-    first = [*mask.kept_walks]
+    first = mask.kept_walks[:2]
     verify(tensors, mask)
     verify(draw(d, seed=1), mask)
     if is_hopper():  # a call that does not find them makes an entry
-        assert all(x is y and x is not None for x, y in zip(first, mask.kept_walks, strict=True))
+        assert all(x is y and x is not None for x, y in zip(first, mask.kept_walks[:2], strict=True))
 
 
 def test_changes_are_noticed():
@@ -150,10 +153,11 @@ def test_a_copy_keeps_nothing():
     _, mask_mod = seen_by_table(700)
     mask, tensors = create_block_mask(mask_mod, None, None, 700, 700, "cuda"), draw()
     results(tensors, mask)
-    assert len(pickle.dumps(mask.kept_walks)) < 200 and pickle.loads(pickle.dumps(mask.kept_walks)) == [None, None]
+    empty, pickled = [None, None, sys.maxsize], pickle.dumps(mask.kept_walks)
+    assert len(pickled) < 200 and pickle.loads(pickled) == empty
     other = copy.copy(mask)
     other.kept_walks = copy.deepcopy(mask.kept_walks)
-    assert other.kept_walks == [None, None]
+    assert other.kept_walks == empty
     verify(tensors, other)
 
 
@@ -172,3 +176,88 @@ def test_memory_goes_with_the_mask():
     del mask
     gc.collect()
     assert torch.cuda.memory_allocated() <= before
+
+
+def of_options(tensors, lengths, **options):
+    """out and gradients of a call with options, of tensors ``[b, len, h, d]``, or of packed ones."""
+    if lengths is None:
+        out = flash_attn_func(*tensors, **options)
+    else:
+        out = flash_attn_varlen_func(*[x.flatten(0, 1) for x in tensors], *lengths, **options)
+    generator = torch.Generator().manual_seed(3)
+    dout = torch.randn(out.shape, generator=generator).to(out)
+    return out.detach(), *torch.autograd.grad(out, tensors, dout)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_calls_with_options_keep_them(is_packed, monkeypatch):
+    length, made = 700, []
+    tensors = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in draw(length=length)]
+    sums = torch.tensor([0, 100, 101, 450, length], dtype=torch.int32, device="cuda")
+    lengths = (sums, sums, 349, 349) if is_packed else None
+    options = [{"causal": True}, {"window_size": (150, 0)}, {"causal": True, "softcap": 5.0}]
+    bias = torch.randn(2, 1, 1, device="cuda")
+
+    def note(*args):
+        made.append(KeptWalks(*args))
+        return made[-1]
+
+    monkeypatch.setattr(_extended_directly, "_with_walks", lambda blocks, is_exact: blocks)
+    forget()
+    want = [of_options(tensors, lengths, attn_bias=bias, **option) for option in options]
+    monkeypatch.undo()
+    monkeypatch.setattr(_extended_directly, "KeptWalks", note)
+    forget()
+    for _ in range(3):
+        for option, expected in zip(options, want):
+            assert same(of_options(tensors, lengths, attn_bias=bias, **option), expected)
+    assert len(made) == 2  # windows: the softcap is no matter of the mask
+    assert not is_hopper() or all(entry is not None for kept in made for entry in kept)
+    if is_packed:
+        sums[2] = 300
+        monkeypatch.undo()
+        found = of_options(tensors, lengths, attn_bias=bias, causal=True)
+        other = sums.clone()
+        assert same(found, of_options(tensors, (other, other, 349, 349), attn_bias=bias, causal=True))
+        assert not torch.equal(found[0], want[0][0])
+    forget()
+
+
+def forget():
+    _extended_directly._kept_blocks_of_dense.cache_clear()
+    _extended_directly._last_packed.__init__()
+    _remembered._kept.clear()
+
+
+def test_options_keep_few_bytes(monkeypatch):
+    made = []
+    monkeypatch.setattr(_extended_directly, "KeptWalks", lambda most: made.append(KeptWalks(most)) or made[-1])
+    forget()
+    q = torch.randn(1, 8192, 1, 64, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        flash_attn_func(q, q, q, attn_bias=torch.zeros((), device="cuda"), causal=True)
+    assert made[0][:2] == [None, None] and len(made) == 1
+    forget()
+
+
+@pytest.mark.parametrize("option", ["attn_bias", "score_mod"])
+def test_inductor_takes_back_what_runs_before_its_graphs(option):
+    """Memory that a call keeps must not come from a run whose memory goes: inductor refuses to record the graph."""
+    pytest.importorskip("triton")
+    bias = torch.randn(700, device="cuda")
+
+    def attend(q, k, v):
+        if option == "attn_bias":
+            return flash_attn_func(*[x.transpose(1, 2) for x in (q, k, v)], attn_bias=bias, causal=True)
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j], mask_mod=lambda b, h, i, j: i >= j)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
+    for seed in range(4):
+        tensors = draw(seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        out = compiled(*tensors)
+        found = out.detach().clone(), *[x.clone() for x in torch.autograd.grad(out, tensors, torch.ones_like(out))]
+        out = attend(*tensors)
+        want = out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out))
+        assert all((x - y).abs().max() <= 0.02 * y.abs().max() for x, y in zip(found, want))
