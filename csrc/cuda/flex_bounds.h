@@ -73,6 +73,18 @@ FLEX_FN interval of_corners(interval a, interval b, flex_int (*f)(flex_int, flex
     return of_ints(least(least(w, x), least(y, z)), most(most(w, x), most(y, z)));
 }
 
+/* f is a division of integers, which gives 0 for a divisor of 0. The least int64 has no quotient by -1. */
+FLEX_FN interval divide_ints(interval a, interval b, flex_int (*f)(flex_int, flex_int)) {
+    const interval below = of_ints(b.lo, least(b.hi, -1)), above = of_ints(most(b.lo, 1), b.hi);
+    if (a.lo == FLEX_LEAST) return anything(FA_FLEX_I64);
+    if (b.hi < 0) return of_corners(a, below, f);
+    if (b.lo > 0) return of_corners(a, above, f);
+    interval x = of_ints(0, 0);
+    if (b.lo < 0) x = hull(FA_FLEX_I64, x, of_corners(a, below, f));
+    if (b.hi > 0) x = hull(FA_FLEX_I64, x, of_corners(a, above, f));
+    return x;
+}
+
 FLEX_FN interval multiply(interval a, interval b) {
     const double alo = (double)a.lo, ahi = (double)a.hi, blo = (double)b.lo, bhi = (double)b.hi;
     if (is_small(alo * blo) && is_small(alo * bhi) && is_small(ahi * blo) && is_small(ahi * bhi))
@@ -106,7 +118,7 @@ FLEX_FN interval wrapped(interval a, flex_int lo, flex_int hi) {
 }
 
 FLEX_FN interval bound_ints(int op, interval a, interval b) {
-    const bool positive = a.lo >= 0 && b.lo >= 0, spans_0 = b.lo <= 0 && b.hi >= 0;
+    const bool positive = a.lo >= 0 && b.lo >= 0;
     switch (op) {
     case FA_FLEX_add:
         if (is_small((double)a.lo + (double)b.lo) && is_small((double)a.hi + (double)b.hi))
@@ -117,16 +129,12 @@ FLEX_FN interval bound_ints(int op, interval a, interval b) {
             return of_ints(a.lo - b.hi, a.hi - b.lo);
         break;
     case FA_FLEX_mul: return multiply(a, b);
-    case FA_FLEX_floor_divide:
-        if (!spans_0 && a.lo > FLEX_LEAST) return of_corners(a, b, fa_flex_floor_divide);
-        break;
-    case FA_FLEX_trunc_divide:
-        if (!spans_0 && a.lo > FLEX_LEAST) return of_corners(a, b, fa_flex_trunc_divide);
-        break;
+    case FA_FLEX_floor_divide: return divide_ints(a, b, fa_flex_floor_divide);
+    case FA_FLEX_trunc_divide: return divide_ints(a, b, fa_flex_trunc_divide);
     case FA_FLEX_remainder: return remainder_of(a, b);
     case FA_FLEX_fmod:
         if (a.lo >= 0 && b.lo > 0) return remainder_of(a, b);
-        break;
+        return of_ints(least(a.lo, 0), most(a.hi, 0));
     case FA_FLEX_minimum: return of_ints(least(a.lo, b.lo), least(a.hi, b.hi));
     case FA_FLEX_maximum: return of_ints(most(a.lo, b.lo), most(a.hi, b.hi));
     case FA_FLEX_neg:

@@ -106,6 +106,22 @@ template <class T> DEVICE T flex_remainder(T a, T b) {
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
+/* The same for a divisor that many pairs share: what follows from b alone is computed once for all of them. Without
+ * signs, a times floor((2^32 - 1) / b) / 2^32 is less than a / b by at most 1. NOTE: the division has no condition.
+ * Behind one the compiler would not move it out of a loop. */
+DEVICE int flex_floor_divide_by(int a, int b) {
+    const int flips_a = a >> 31, flips_b = b >> 31; /* ~x is -x - 1 */
+    const unsigned divisor = (unsigned)((b ^ flips_b) - flips_b), factor = 0xffffffffu / max(divisor, 1u);
+    const unsigned rest = (unsigned)(a ^ flips_a), quotient = __umulhi(rest, factor);
+    const int floor = (int)(quotient + (rest - quotient * divisor >= divisor)) ^ flips_a; /* of a / |b| */
+    const bool is_exact = a == floor * (int)divisor;
+    return b == 0 ? 0 : (floor ^ flips_b) + (flips_b & (int)is_exact);
+}
+DEVICE int flex_remainder_by(int a, int b) {
+    const int rest = a - flex_floor_divide_by(a, b) * b; /* without a condition, for the same reason */
+    return b == 0 ? 0 : rest;
+}
+
 DEVICE long long flex_shift_left(long long a, long long b) {
     return b < 0 || b > 63 ? 0 : flex_wrap((unsigned long long)a << b);
 }

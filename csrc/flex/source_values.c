@@ -199,8 +199,10 @@ static const char *form_of_comparison(fa_flex_op op) {
 }
 
 /* is_int: operands and result have 32 bits, and so has the exact result. Else sums and products wrap around.
- * is_positive: the operands are not negative, and the second is not 0. */
-static const char *form_of_ints(fa_flex_op op, bool is_int, bool is_positive) {
+ * is_positive: the operands are not negative, and the second is not 0. is_shared: many pairs have the same divisor. */
+static const char *form_of_ints(fa_flex_op op, bool is_int, bool is_positive, bool is_shared) {
+    if (is_shared && op == FA_FLEX_floor_divide) return "flex_floor_divide_by(%1, %2)";
+    if (is_shared && op == FA_FLEX_remainder) return "flex_remainder_by(%1, %2)";
     switch (op) {
     case FA_FLEX_add: return is_int ? "%1 + %2" : "flex_wrap((unsigned long long)%1 + (unsigned long long)%2)";
     case FA_FLEX_sub: return is_int ? "%1 - %2" : "flex_wrap((unsigned long long)%1 - (unsigned long long)%2)";
@@ -262,6 +264,13 @@ static void put_form(const fa_writer *w, const fa_flex_instruction *x, const cha
     }
 }
 
+/* Does NVRTC know the value? */
+static bool is_constant(const fa_flex_program *p, int32_t idx) {
+    while (p->instructions[idx].num_operands == 1 && !fa_is_op(&p->instructions[idx], FA_FLEX_gather))
+        idx = p->instructions[idx].operand[0];
+    return fa_is_op(&p->instructions[idx], FA_FLEX_constant);
+}
+
 static void put_ints(const fa_writer *w, int32_t idx) {
     const fa_flex_instruction *x = &w->p->instructions[idx];
     const fa_flex_op op = (fa_flex_op)x->op;
@@ -269,8 +278,10 @@ static void put_ints(const fa_writer *w, int32_t idx) {
     for (int i = 0; i < x->num_operands; i++) is_int = is_int && is_narrow(w, x->operand[i]);
     const bool is_positive = w->bounds[x->operand[0]].lo >= 0 && w->bounds[x->operand[x->num_operands - 1]].lo > 0;
     const bool is_cast = is_narrow(w, idx) && !is_int;
+    const int32_t divisor = x->operand[x->num_operands - 1];
+    const bool is_shared = is_int && fa_is_of_head(w->p, divisor) && !is_constant(w->p, divisor);
     fa_put(w->t, is_cast ? "(int)(" : "");
-    put_form(w, x, form_of_ints(op, is_int, is_int && is_positive), ints_name(is_int));
+    put_form(w, x, form_of_ints(op, is_int, is_int && is_positive, is_shared), ints_name(is_int));
     fa_put(w->t, is_cast ? ")" : "");
 }
 

@@ -1,5 +1,5 @@
-/* What texts of programs and cuda/flex_values.cuh need of CUDA, on a CPU. Besides, they need __float_as_uint, __fmul_rn
- * and both divisions of cuda_emulation.h, or the same under FLEX_DEVICE_ALONE. */
+/* What texts of programs and cuda/flex_values.cuh need of CUDA, on a CPU. Besides, they need __float_as_uint, __fmul_rn,
+ * max, __umulhi and both divisions of cuda_emulation.h, or the same under FLEX_DEVICE_ALONE. */
 #ifndef FLEX_DEVICE_H
 #define FLEX_DEVICE_H
 
@@ -19,6 +19,8 @@ static inline unsigned __float_as_uint(float x) {
 static inline float __fmul_rn(float x, float y) { return x * y; }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
 static inline float __fdividef(float x, float y) { return x / y; }
+static inline unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
+static inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((unsigned long long)x * y >> 32); }
 #endif
 
 static inline float __uint_as_float(unsigned bits) {

@@ -108,6 +108,27 @@ def test_scores_have_their_programs_values(tmp_path):
         close(got, evaluated(mod, SHAPE, score).float(), make.__name__, rtol=1e-6, atol=1e-6)
 
 
+def test_divisors_that_all_pairs_share(tmp_path):
+    """Quotients and remainders by a captured number are products with a factor. They round down, also below 0."""
+    divisors = [-(2**28) + 1, -1000003, -7, -2, -1, 0, 1, 2, 3, 7, 64, 4096, 46341, 1000003, 2**28 - 1]
+    table = torch.tensor([7, -3, 0], dtype=torch.int32)
+    large = torch.randint(-(2**31), 2**31, (SHAPE[3],), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
+    large[:4] = torch.tensor([-(2**31), 2**31 - 1, -(2**31) + 1, 0])
+
+    def mod_of(n):
+        return lambda s, b, h, q, k: s * 0 + ((q - k) * 3 - b) // n - (large[k] % n) % 65521
+
+    def of_table(s, b, h, q, k):
+        return s * 0 + ((q - 5) * 1001 - k) // table[h] + large[k] % table[b]
+
+    mods = [*map(mod_of, divisors), of_table, lambda s, b, h, q, k: s * 0 + (large[k] // 3 + large[k] // -2) % 65521]
+    score = torch.zeros(SHAPE)
+    for mod, got in zip(mods, scored_by_all(mods, tmp_path, score), strict=True):
+        assert torch.equal(got, evaluated(mod, SHAPE, score).float())
+    text, _ = flash_attn_2_cuda.flex_source(part(mods[0], torch.float32), None, None)
+    assert "flex_floor_divide_by" in text and "flex_remainder_by" in text
+
+
 @pytest.mark.parametrize("large", ["number", "capture", "empty", None])
 def test_a_text_of_64_bits_serves_what_is_large(large, tmp_path):
     """Large numbers, captures whose places need 64 bits, and captures without elements. Other calls have 32 bits."""
