@@ -9,6 +9,7 @@ CASES = {  # the cases of bench_flex.py, in the order of the tables
     "causal": "causal",
     "document": "causal documents",
     "window": "window of 1024",
+    "neighbourhood": "neighbourhood of 17 x 17 in rows of 64",
     "alibi": "ALiBi, causal",
     "table": "a table `[h, 2 len]` with its gradient",
     "sinks": "causal, a sink for each head",

@@ -76,6 +76,15 @@ def window(h, n, device):
     return lambda b, h, q, kv: (q >= kv) & (q - kv < 1024), None, []
 
 
+def neighbourhood(h, n, device):
+    width, reach = 64, 8  # tokens of a row of an image, and how far they see
+
+    def near(b, h, q, kv):
+        return ((q // width - kv // width).abs() <= reach) & ((q % width - kv % width).abs() <= reach)
+
+    return near, None, []
+
+
 def softcap(h, n, device):
     return None, lambda score, b, h, q, kv: 30 * torch.tanh(score / 30), []
 
@@ -99,6 +108,7 @@ CASES = {
     "causal": causal,
     "document": document,
     "window": window,
+    "neighbourhood": neighbourhood,
     "softcap": softcap,
     "alibi": alibi,
     "table": table,

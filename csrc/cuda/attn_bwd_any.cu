@@ -162,6 +162,7 @@ DEVICE u32 make_flex_weights(const mods &mod, const sequence &seq, float scale, 
                              const row_stats (&own)[2], factor *queries, mod_sums &sums, float (&s)[N][4],
                              float (&dp)[N][4]) {
     const int row = own_row + laneid() / 4, column = walk + 2 * (laneid() % 4);
+    const u32 in_mask = pairs_that_see<N, OWNS_KEYS>(mod, kind, seq.len_q, seq.len_kv, row, column);
     u32 seen = 0;
 #pragma unroll 1
     for (int n = 0; n < N; n++) {
@@ -173,7 +174,7 @@ DEVICE u32 make_flex_weights(const mods &mod, const sequence &seq, float scale, 
             const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
             const bool exists = i < seq.len_q && j < seq.len_kv && q.lse != INF;
             const float x = __fmul_rn(s[0][e], scale), score = mod.score(x, i, j);
-            const bool sees = exists && score != -INF && (kind == FULL_BLOCK || mod.sees(kind, i, j));
+            const bool sees = exists && score != -INF && (in_mask >> (4 * n + e) & 1);
             weights[e] = changes[e] = 0;
             seen |= (u32)sees << (4 * n + e);
             if (sees) {

@@ -119,16 +119,18 @@ DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4
  * computed before the loop. */
 DEVICE u32 apply_mods(const mods &mod, const sequence &s, float scale, float (&scores)[N][4], block_kind kind, int row,
                       int first) {
+    const int first_row = row + lane() / 4, first_key = first + 2 * (lane() % 4);
+    const u32 in_mask = pairs_that_see<N, false>(mod, kind, s.len_q, s.len_kv, first_row, first_key);
     u32 seen = 0;
 #pragma unroll 1
     for (int n = 0; n < N; n++) {
         float changed[4];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int i = row + lane() / 4 + e / 2 * 8, j = first + 8 * n + 2 * (lane() % 4) + e % 2;
+            const int i = first_row + e / 2 * 8, j = first_key + 8 * n + e % 2;
             const bool exists = i < s.len_q && j < s.len_kv;
             const float score = mod.score(__fmul_rn(scores[0][e], scale), i, j);
-            const bool sees = exists && score != -INF && (kind == FULL_BLOCK || mod.sees(kind, i, j));
+            const bool sees = exists && score != -INF && (in_mask >> (4 * n + e) & 1);
             seen |= (u32)sees << (4 * n + e);
             changed[e] = sees ? score : -INF;
         }

@@ -112,6 +112,40 @@ struct mods : mod_functions {
     DEVICE bool sees(block_kind kind, int i, int j) const {
         return sees_in_block(kind == MIXED_BLOCKS ? map.kind_at(i, j) : kind, i, j);
     }
+
+    /* The same for loops over many pairs. NOTE: the mask_mod has no condition. Behind one, a load waits for the load
+     * before, and the compiler moves nothing out of the loop. */
+    template <block_kind KIND> DEVICE bool sees(int i, int j) const {
+        if (KIND == FULL_BLOCK) return true;
+        const bool is_seen = sees_in_block(PARTIAL_BLOCK, i, j);
+        if (KIND == PARTIAL_BLOCK) return is_seen;
+        const block_kind kind = map.kind_at(i, j);
+        return kind == FULL_BLOCK || (kind == PARTIAL_BLOCK && is_seen);
+    }
 };
+
+/* The pairs of a thread of mma.sync that see each other, 8 N columns of rows x and x + 8 from column y on: bit 4 n + e
+ * is that of element e of fragment n. Rows are queries, or with ROWS_ARE_KEYS keys. Pairs that do not exist have
+ * any bit. */
+template <int N, bool ROWS_ARE_KEYS, block_kind KIND>
+DEVICE unsigned pairs_that_see(const mods &mod, int len_q, int len_kv, int x, int y) {
+    static_assert(4 * N <= 32, "a word has a bit for each pair");
+    unsigned seen = 0;
+#pragma unroll 1
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = x + e / 2 * 8, column = y + 8 * n + e % 2;
+            const int i = min(ROWS_ARE_KEYS ? column : row, len_q - 1), j = min(ROWS_ARE_KEYS ? row : column, len_kv - 1);
+            seen |= (unsigned)mod.template sees<KIND>(i, j) << (4 * n + e);
+        }
+    return seen;
+}
+template <int N, bool ROWS_ARE_KEYS>
+DEVICE unsigned pairs_that_see(const mods &mod, block_kind kind, int len_q, int len_kv, int x, int y) {
+    if (kind == FULL_BLOCK) return 0xffffffffu;
+    if (kind == PARTIAL_BLOCK) return pairs_that_see<N, ROWS_ARE_KEYS, PARTIAL_BLOCK>(mod, len_q, len_kv, x, y);
+    return pairs_that_see<N, ROWS_ARE_KEYS, MIXED_BLOCKS>(mod, len_q, len_kv, x, y);
+}
 
 #endif

@@ -21,15 +21,7 @@ struct hidden_params : fa_cuda_flex_walks {
     flex_values values;
 };
 
-/* Do the mask_mod and the map let query i see key j? NOTE: nothing is computed under a condition, because a load under
- * a condition waits for the load before. */
-template <block_kind KIND> DEVICE bool sees(const mods &mod, int i, int j) {
-    if (KIND == FULL_BLOCK) return true;
-    const bool is_seen = mod.sees_in_block(PARTIAL_BLOCK, i, j);
-    if (KIND == PARTIAL_BLOCK) return is_seen;
-    const block_kind kind = mod.map.kind_at(i, j);
-    return kind == FULL_BLOCK || (kind == PARTIAL_BLOCK && is_seen);
-}
+constexpr int AT_ONCE = FLEX_LONG_MASK ? 2 : 16; /* so many loads of captures are under way together */
 
 /* Fills the words of one other tile. `to` is the thread's first word. */
 template <block_kind KIND, bool OWN_KEYS>
@@ -39,11 +31,11 @@ DEVICE void fill_words(const fa_cuda_flex_walks &p, const mods &mod, int first_o
 #pragma unroll 1
     for (int w = 0; w < words; w++) { /* the last word may have bits beyond the registers */
         unsigned word = 0;
-#pragma unroll 16 /* so many loads of captures are under way together */
+#pragma unroll AT_ONCE
         for (int i = 0; i < 32; i++) {
             const int x = first_own + i / 2 % 2 * 8, y = first_other + (8 * w + i / 4) * 8 + i % 2;
             const int q = OWN_KEYS ? y : x, key = OWN_KEYS ? x : y;
-            const bool is_seen = sees<KIND>(mod, min(q, len_q - 1), min(key, len_kv - 1));
+            const bool is_seen = mod.sees<KIND>(min(q, len_q - 1), min(key, len_kv - 1));
             const bool exists = key < len_kv && (!OWN_KEYS || q < len_q);
             word |= (unsigned)!(exists & is_seen) << i;
         }

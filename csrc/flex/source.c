@@ -72,6 +72,7 @@ static fa_status put_program(fa_text *t, const fa_flex_program *p, part of, int3
 
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
                          bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **out, fa_error *err) {
+    enum { MANY = 100 };
     const size_t words = fa_flex_values_bytes(score, mask, derivative) / sizeof(int64_t);
     const int32_t of_score = fa_flex_program_words(score), of_mask = fa_flex_program_words(mask);
     fa_flex_trait *traits = derivative ? fa_flex_traits(derivative) : NULL, *of_adder = NULL;
@@ -88,9 +89,10 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     fa_put(&t,
            "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n"
            "#define FLEX_FACTOR     %d\n#define FLEX_PARTS      %d\n#define FLEX_HIDDEN     %d\n"
-           "#define FLEX_MAX        %d\n#define FLEX_BLOCKS     %d\n#define FLEX_ADDS       %d\n\n",
+           "#define FLEX_MAX        %d\n#define FLEX_BLOCKS     %d\n#define FLEX_ADDS       %d\n"
+           "#define FLEX_LONG_MASK  %d\n\n",
            score != NULL, mask != NULL, derivative != NULL, has_factors, fa_num_parts(derivative), has_hidden, has_max,
-           !no_blocks, adds);
+           !no_blocks, adds, mask && mask->num_instructions > MANY);
     fa_put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
     fa_status status = put_program(&t, score, SCORE, 0, is_wide, of_adder, err);
     if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, is_wide, NULL, err);

@@ -2,6 +2,8 @@
  * the programs that exist the text defines:
  *
  *   FLEX_SCORE, FLEX_MASK, FLEX_DERIVATIVE    macros: 1 if the program exists, else 0
+ *   FLEX_LONG_MASK                            macro: 1 if the mask_mod has so many operations that one copy for each
+ *                                             pair would take long to compile
  *   FLEX_FACTOR                               macro: 0 if the derivative is `grad` itself and its scatters do not read
  *                                             the score, or if there is none
  *   FLEX_PARTS                                macro: the number of scatters of the derivative

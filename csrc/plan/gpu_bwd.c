@@ -26,7 +26,6 @@ static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_p
 }
 
 const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
-    enum { MOST_WALKS_BYTES = 256 << 20 };
     const unsigned features = fa_cuda_features(p) | (fa_has_mods(p) ? FA_FLEX : 0u);
     const unsigned with_alibi = fa_has_alibi_alone(p) ? (features & ~(unsigned)FA_SCORE) | FA_ALIBI : features;
     const char *why = fa_why_not_of_3(p, FA_OTHER_D_V);
@@ -64,8 +63,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = fa_bwd_workspace_at(p, plan) + w.bytes;
     if (features & FA_FLEX) {
-        NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
-        plan->gpu.has_hidden = fa_hidden_bytes(p, plan) > 0;
+        if ((why = fa_plan_mask_of_sm90(p, plan)) != NULL) return why;
         fa_plan_mods(p, plan);
     }
     const int ctas = machine->gpu_sms / (id == FA_BWD_WIDE_SM90 ? 2 : 1);

@@ -351,7 +351,7 @@ double fa_us_of_fwd_sm90(const fa_problem *problem, int sms) {
 
 /* `known`: the row, if it was chosen before. */
 static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, const choice *known, fa_plan *plan) {
-    enum { WIDEST = 256, MOST_WALKS_BYTES = 256 << 20 };
+    enum { WIDEST = 256 };
     const bool reads_cache = fa_reads_cache(p);
     const unsigned features = features_of(p);
     const bool packed = p->cu_seqlens_q != NULL;
@@ -393,8 +393,7 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, cons
         if (plan->num_splits > 1) plan->workspace_bytes = fa_key_parts_at(p) + fa_key_parts_bytes(p, plan->num_splits);
     }
     if (features & FA_FLEX) {
-        NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
-        plan->gpu.has_hidden = fa_hidden_bytes(p, plan) > 0;
+        if ((why = fa_plan_mask_of_sm90(p, plan)) != NULL) return why;
         plan->workspace_bytes = fa_block_walks_at(p) + fa_block_walks_bytes(p, plan) + fa_hidden_bytes(p, plan);
         fa_plan_mods(p, plan);
     }

@@ -120,8 +120,15 @@ static bool reads(const fa_flex_bound *bound, fa_flex_op op) {
     return false;
 }
 
+/* A long problem may take as much memory again as its q, k, v and out. */
+static int64_t most_hidden_bytes(const fa_problem *p) {
+    const int64_t least = (int64_t)128 << 20, rows = p->b * (p->h * p->len_q + p->h_kv * p->len_kv);
+    const int64_t bytes = rows * (p->d + p->d_v) * 2;
+    return bytes > least ? bytes : least;
+}
+
 size_t fa_hidden_bytes(const fa_problem *p, const fa_plan *plan) {
-    const int64_t most = (int64_t)128 << 20;
+    enum { MOST_TILES = 1 << 14 }; /* of each side: four times a pair of tiles is an int */
     const fa_flex *flex = p->flex;
     if (fa_block_map_bytes(p) == 0 || flex->q_offset) return 0; /* an offset belongs to a batch, and not to a mask */
     if ((reads(flex->mask, FA_FLEX_b) && flex->mask_b < p->b) || (reads(flex->mask, FA_FLEX_h) && flex->mask_h < p->h))
@@ -132,8 +139,8 @@ size_t fa_hidden_bytes(const fa_problem *p, const fa_plan *plan) {
     const int64_t other = ((p->pass == FA_BWD ? p->len_q : p->len_kv) + other_tile - 1) / other_tile;
     const int64_t bytes_of_pair = (FA_HIDDEN_WORDS(other_tile) * 2 * own_tile + 1) * (int64_t)sizeof(int32_t);
     const int64_t masks = flex->mask_b * flex->mask_h;
-    const int64_t room = most / bytes_of_pair / masks;
-    return own <= room && other <= room && own * other <= room
+    const int64_t room = most_hidden_bytes(p) / bytes_of_pair / masks;
+    return own <= MOST_TILES && other <= MOST_TILES && own * other <= room
                ? (size_t)(masks * (own * other * bytes_of_pair + (int64_t)sizeof(int32_t)))
                : 0;
 }
@@ -222,10 +229,15 @@ static bool is_of_head(const fa_flex_program *p, int32_t idx) {
     return (p->instructions[idx].depends & ~(FA_FLEX_ON_B | FA_FLEX_ON_H)) == 0;
 }
 
+/* A division of integers by a number that all pairs share is a multiplication and some shifts. */
+static bool has_shared_divisor(const fa_flex_program *p, const fa_flex_instruction *x) {
+    return x->result == FA_FLEX_I64 && is_of_head(p, x->operand[1]);
+}
+
 /* A step computes the functions for 64 scores of a thread, in code without a loop. Long functions would take minutes to
  * compile, and would spill: a product of 16 captured pairs took 26 s. */
 static bool is_short(const fa_flex_bound *bound) {
-    enum { MOST = 64, CALL = 16, DOUBLE = 8, SCATTER = 8, RATIO = 2 };
+    enum { MOST = 64, CALL = 16, DOUBLE = 8, SCATTER = 8, DIVISION = 8, RATIO = 2 };
     int weight = 0;
     for (int32_t i = 0; bound && i < bound->program->num_instructions; i++) {
         const fa_flex_instruction *x = &bound->program->instructions[i];
@@ -264,6 +276,13 @@ static bool is_short(const fa_flex_bound *bound) {
                 break;
             }
             /* fall through */
+        case FA_FLEX_floor_divide:
+        case FA_FLEX_remainder:
+            if (has_shared_divisor(bound->program, x)) {
+                weight += DIVISION;
+                break;
+            }
+            /* fall through */
         default: weight += x->result == FA_FLEX_F64 ? DOUBLE * CALL : CALL;
         }
     }
@@ -275,12 +294,19 @@ const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes)
     const size_t values_bytes = fa_flex_values_bytes(mods.score, mods.mask, mods.derivative);
     NEEDS(parameter_bytes + sizeof(fa_cuda_flex) + values_bytes <= FA_MOST_PARAMETER_BYTES,
           "its parameters have no room for so many captured tensors and numbers");
-    NEEDS(is_short(p->flex->score) && is_short(p->flex->mask) && is_short(p->flex->derivative),
-          "the mods are long, and would spill in its registers");
+    NEEDS(is_short(p->flex->score) && is_short(p->flex->derivative), FA_LONG_MODS_REASON);
     NEEDS(!is_expanded(p, &p->q, p->h) && !is_expanded(p, &p->k, p->h_kv) && !is_expanded(p, &p->v, p->h_kv),
           "with mods it takes no tensors that are expanded over batches or heads");
     NEEDS(!fa_changes_scores(p), "with mods it wants a scale that is positive");
     return fa_why_not_blocks(p);
+}
+
+const char *fa_plan_mask_of_sm90(const fa_problem *p, fa_plan *plan) {
+    enum { MOST_WALKS_BYTES = 256 << 20 };
+    NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");
+    plan->gpu.has_hidden = fa_hidden_bytes(p, plan) > 0;
+    NEEDS(plan->gpu.has_hidden || is_short(p->flex->mask), FA_LONG_MODS_REASON);
+    return NULL;
 }
 
 const char *fa_why_not_captures_of_sm90(const fa_problem *p) {

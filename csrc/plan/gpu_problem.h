@@ -77,7 +77,7 @@ size_t fa_block_walks_bytes(const fa_problem *problem, const fa_plan *plan);
 
 /* Bytes of the pairs that are hidden (cuda/flex_hidden.cu), and of the list of their tiles. They lie behind the walks.
  * 0: the kernels of the plan compute the mask_mod themselves, because there is no block mask, or heads with one block
- * mask have other results of the mask_mod, or the bits would take more than 128 MiB. */
+ * mask have other results of the mask_mod, or the bits would take more than 128 MiB and more than q, k, v and out. */
 size_t fa_hidden_bytes(const fa_problem *problem, const fa_plan *plan);
 
 /* In the backward the own tiles are those of keys. Query heads of one key head that have masks of their own are walked
@@ -109,9 +109,13 @@ int64_t fa_count_capture(const fa_flex_bound *bound, int32_t capture); /* its el
  * program is plain. */
 bool fa_has_mods(const fa_problem *problem);
 
-/* Why can a kernel for Hopper not take the functions and the block mask? NULL: it can. parameter_bytes: the size of its
- * other parameters. */
+/* Why can a kernel for Hopper not take the functions and the block mask? NULL: it can, if fa_plan_mask_of_sm90 agrees.
+ * parameter_bytes: the size of its other parameters. */
 const char *fa_why_not_mods_of_sm90(const fa_problem *problem, size_t parameter_bytes);
+#define FA_LONG_MODS_REASON "the mods are long, and would spill in its registers"
+
+/* Decides whether the kernel of a plan with tiles reads bits of hidden pairs. Why can it not take the mask_mod? */
+const char *fa_plan_mask_of_sm90(const fa_problem *problem, fa_plan *plan);
 
 /* Why can Hopper's backward not add to the gradients of captures? NULL: it can, or none are wanted. */
 const char *fa_why_not_captures_of_sm90(const fa_problem *problem);

@@ -4,7 +4,8 @@ import sys
 
 import torch
 
-FEW_BYTES = 4 << 20  # that one pass keeps beside lists which nobody holds but us: up to 5.7k queries and keys
+MOST_BYTES = 160 << 20  # that a block mask keeps of one pass: up to 36k queries and keys
+FEW_BYTES = 4 << 20  # beside lists that nobody holds but us: up to 5.7k queries and keys
 
 
 class KeptWalks(list):
@@ -14,7 +15,7 @@ class KeptWalks(list):
     belongs to other tensors.
     """
 
-    def __init__(self, most_bytes=sys.maxsize):
+    def __init__(self, most_bytes=MOST_BYTES):
         super().__init__([None, None, most_bytes])
 
     def __deepcopy__(self, memo):
