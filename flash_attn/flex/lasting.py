@@ -12,18 +12,21 @@ import torch
 
 from .steps import NUMBERS, SIMPLE, exact
 
-_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", __name__.split(".")[0]}  # packages whose names never change
-CONSTANT = {"torch", "numpy", __name__.split(".")[0], "abc", "builtins", "cmath", "collections", "copy", "dataclasses"}
-CONSTANT |= {"decimal", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator", "statistics"}
-CONSTANT |= {"string", "types", "typing", "warnings"}  # and whose functions give the same each time
-UNSEEN = {"globals", "locals", "eval", "exec", "__globals__", "__import__", "random"}  # names that lead to anything
-UNSEEN |= {"dir", "attrgetter", "methodcaller", "__getattribute__"}
-UNSEEN |= {x for x in vars(torch) if x.startswith(("get_", "are_")) or x.endswith("_enabled")} - {*dir(torch.Tensor)}
-UNSEEN |= {"initial_seed", "is_available", "device_count", "current_device"}
-_SETTINGS = {  # modules of torch
-    "accelerator", "amp", "autograd", "backends", "compiler", "cpu", "cuda", "distributed", "mps", "utils", "xpu",
+_OURS = __name__.split(".")[0]
+_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", _OURS}  # packages whose names never change
+_STANDARD = {"abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "decimal", "enum"}
+_STANDARD |= {"fractions", "functools", "itertools", "math", "numbers", "operator", "statistics", "string", "types"}
+_STANDARD |= {"typing", "warnings"}
+_CONSTANT = {*_STANDARD, "torch", "numpy", _OURS}  # and whose functions give the same each time
+ANYWHERE = {"__builtins__", "__getattribute__", "__globals__", "__import__"}  # attributes that lead to anything
+_UNSEEN = {"globals", "locals", "eval", "exec", "dir", "open", "input", "attrgetter", "methodcaller", "__import__"}
+_SETTINGS = {  # modules of torch and NumPy
+    "accelerator", "amp", "autograd", "backends", "compiler", "cpu", "cuda", "distributed", "mps", "random", "utils",
+    "xpu",
 }  # fmt: skip
-UNSEEN |= _SETTINGS - {"utils", *dir(torch.Tensor)}
+
+
+_NAMED = (*NUMBERS, *SIMPLE, type(NotImplemented), torch.layout, torch.memory_format)
 
 
 def is_known(value):
@@ -33,29 +36,49 @@ def is_known(value):
 
 
 def is_constant(value):
-    """Do a module's functions, or does a builtin function, give the same each time?"""
-    owner = value if isinstance(value, types.ModuleType) else value.__self__
-    if owner is None or isinstance(owner, types.ModuleType):
-        name = value.__module__ if owner is None else owner.__name__
-        if owner is not value and (value.__name__ in UNSEEN or value in (getattr, hasattr, vars)):
-            return False
-        return name is None or (name.split(".")[0].removeprefix("_") in CONSTANT and not _is_of_settings(name))
-    return isinstance(owner, (type, *NUMBERS, *SIMPLE))  # a method may belong to an object that changes
+    """Does a library's module, class or function give the same each time?"""
+    if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
+        return callable(value) or isinstance(value, _NAMED)
+    if not isinstance(value, types.ModuleType) and value.__name__ in _UNSEEN:
+        return False
+    owner = value.__self__ if isinstance(value, types.BuiltinFunctionType) else None
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        return isinstance(owner, (type, *NUMBERS, *SIMPLE))  # a method may belong to an object that changes
+    name = _module_of(value)
+    if name is None:
+        return True
+    root, *path = name.split(".")
+    if root == "torch" and not isinstance(value, (type, types.ModuleType)) and _is_setting(value):
+        return False
+    return root.removeprefix("_") in _CONSTANT and not (path and path[0] in _SETTINGS)
 
 
-def _is_of_settings(name):
-    """Is this the name of a module of torch with functions that have no tensors?"""
-    return name.startswith("torch.") and name.split(".")[1] in _SETTINGS
+def _module_of(value):
+    """The name of the module that has a class or function. ``functools.wraps`` changes ``__module__``."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if isinstance(value, types.FunctionType):
+        return str(value.__globals__.get("__name__"))
+    owner = getattr(value, "__self__", None)
+    return owner.__name__ if isinstance(owner, types.ModuleType) else value.__module__
+
+
+def _is_setting(function):
+    """Does a function of torch tell what the process is set to?"""
+    name = function.__name__
+    asks = name.lstrip("_").startswith(("get_", "are_")) or name.endswith(("_enabled", "_available", "_seed"))
+    is_method = hasattr(torch.Tensor, name) or not (hasattr(torch, name) or hasattr(torch._C, name))
+    return asks and not is_method
 
 
 def is_of_torch(function):
-    """Is this a function of torch itself? ``functools.wraps`` gives the ``__module__`` of another function."""
-    return str(function.__globals__.get("__name__")).split(".")[0] == "torch"
+    """Is this a function of torch itself?"""
+    return _module_of(function).split(".")[0] == "torch"
 
 
-def is_setting(function):
-    """Does a function of torch tell what the process is set to?"""
-    return function.__name__ in UNSEEN or _is_of_settings(function.__globals__["__name__"])
+def is_as_it_is(function):
+    """Does a function of a library need no copy?"""
+    return _module_of(function).split(".")[0] in {*_STANDARD, "torch"} and not function.__closure__
 
 
 def is_builtin(name):
@@ -64,7 +87,7 @@ def is_builtin(name):
     if isinstance(value, type):
         return value.__module__ == "builtins"
     is_function = isinstance(value, types.BuiltinFunctionType) and value.__name__ == name
-    return (is_function and value.__module__ in ("builtins", "io", "_io")) or value is Ellipsis
+    return (is_function and value.__module__ in ("builtins", "io", "_io")) or value in (Ellipsis, NotImplemented)
 
 
 def is_simple(value):
@@ -135,7 +158,7 @@ def found_in(value, names, is_first=False):
     """
     if is_known(value):
         return ()
-    if "__dict__" in names or "vars" in names or not is_known(type(value)):
+    if "__dict__" in names or not is_known(type(value)):
         return None
     found = []
     for base in value.__mro__:

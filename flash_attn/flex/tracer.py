@@ -21,26 +21,13 @@ from traceback import walk_stack, walk_tb
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .lasting import (
-    CONSTANT,
-    UNSEEN,
-    found_in,
-    is_builtin,
-    is_constant,
-    is_fixed,
-    is_key,
-    is_known,
-    is_of_torch,
-    is_setting,
-    is_simple,
-)
+from .known import STAND_INS, Module
+from .lasting import ANYWHERE, found_in, is_as_it_is, is_builtin, is_constant, is_fixed, is_key, is_known, is_simple
 from .program import TYPES, Builder
 from .steps import NUMBERS, SIMPLE, Steps, kind
 from .values import (
     MOST_UNROLLED,
     RANDOM,
-    STAND_INS,
-    TORCH,
     Bound,
     Capture,
     Function,
@@ -51,7 +38,6 @@ from .values import (
     dispatch,
     has,
     is_object,
-    is_tensor,
     itself,
     parts_of,
 )
@@ -59,7 +45,7 @@ from .values import (
 INDICES = ("b", "h", "q_idx", "kv_idx")
 FUNCTIONS = torch.autograd.function.__file__  # no place in a mod
 CONTAINERS = (tuple, list, dict, collections.OrderedDict)  # of which the copy sees a tuple, a list or a dict
-ASKS_IDENTITY = {"id": id, "is_": operator.is_, "is_not": operator.is_not}
+ASKS_IDENTITY = (id, operator.is_, operator.is_not)
 
 
 class IdentityAsked(BaseException):
@@ -203,6 +189,10 @@ class Trace:
         self.created = {}  # tensors that torch made while the mod ran, by id
         self.holds_once = False  # a tensor came by a way that cannot be found again
         self._codes, self._shared = set(), {}  # by id of a value: its number, and what the copy of the mod sees
+        self._modules = {}  # of libraries
+        self._stand_ins = {ask: functools.partial(self._ask, ask) for ask in (getattr, hasattr)} | STAND_INS
+        self._builtins = dict(vars(builtins), __import__=self._import)  # of the copy
+        self._builtins.update((ask.__name__, seen) for ask, seen in self._stand_ins.items())
         self._classes = []  # (number of a class or of an instance, function of it that gives the class)
         self._instances = []  # numbers of objects whose class the mod may ask for
         self._asked = set()  # names of attributes that the mod has computed
@@ -340,17 +330,35 @@ class Trace:
             return self._container(number, value)
         if isinstance(value, (type, types.ModuleType)) and not is_known(value):
             return self._object(number, value) if isinstance(value, types.ModuleType) else self._class(number, value)
-        if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and not is_constant(value):
-            self.holds_once = True
-        if isinstance(value, types.BuiltinFunctionType) and value in ASKS_IDENTITY.values():
-            self._need_identity()
-        self.holds_once |= isinstance(value, SIMPLE) and not is_simple(value)  # it may have attributes of its own
-        if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, *SIMPLE)):
+        if isinstance(value, (types.ModuleType, type, types.BuiltinFunctionType)):
+            return self.known(value)
+        if isinstance(value, SIMPLE):
+            self.holds_once |= not is_simple(value)  # it may have attributes of its own
             return value
         if isinstance(value, (torch.nn.Module, types.SimpleNamespace)) or type(value).__flags__ & (1 << 9):
             return self._object(number, value)  # an instance of a class of Python
         self.holds_once = True  # whether another mod has the same value is not known
         return value
+
+    def known(self, value):
+        """What the copy sees of what a library has."""
+        self.holds_once |= not is_constant(value)
+        if isinstance(value, types.ModuleType):
+            return self._modules.setdefault(value, Module(self, value)) if is_known(value) else value
+        if not isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            return value
+        if value in ASKS_IDENTITY:
+            self._need_identity()
+        if value is vars:
+            self._asked.add("__dict__")
+        return self._stand_ins.get(value, value)
+
+    def _import(self, *args, **kwargs):
+        """An import of the mod."""
+        self.holds_once, before = True, self.holds_once
+        module = __import__(*args, **kwargs)
+        self.holds_once = before
+        return self.known(module)
 
     def _container(self, number, value):
         """The same container of what the copy sees. A class may have another way to read its items."""
@@ -407,7 +415,7 @@ class Trace:
         """Other mods must find the same in the classes that the mod saw as they are."""
         names = {x for code in self._codes for x in (*code.co_names, *code.co_consts) if isinstance(x, str)}
         names |= self._asked
-        self.holds_once |= bool(names & UNSEEN)
+        self.holds_once |= bool(names & ANYWHERE)
         asked = self._instances if names & {"__class__", "type"} else []
         for number, class_of in (*self._classes, *((number, type) for number in asked)):
             found = found_in(class_of(self.steps.values[number]), names, is_first=True)
@@ -428,34 +436,26 @@ class Trace:
             self.steps.guard(self.steps.add(first_places), itself)
 
     def _copy(self, number, function):
-        if function is torch.is_tensor:
-            return is_tensor
-        if is_of_torch(function) and not function.__closure__:
-            self.holds_once |= is_setting(function)
-            return function
+        if is_as_it_is(function):
+            return self.known(function)
         seen = self._again(number, function)
         if seen is not None:
             return seen
         code = function.__code__
         self._codes.update(_codes(code))
         names = {name for each in _codes(code) for name in self._check_instructions(each)}
-        scope, cells = dict(function.__globals__), [types.CellType() for _ in function.__closure__ or ()]
+        scope = {**function.__globals__, "__builtins__": self._builtins}
+        cells = [types.CellType() for _ in function.__closure__ or ()]
         copy = types.FunctionType(code, scope, function.__name__, None, tuple(cells))
         seen = self._share(number, function, copy)
-        asks_torch = any("is_tensor" in each.co_names for each in _codes(code))
         for i, cell in enumerate(cells):
-            found = self.child(number, "{0}.__closure__[{1}].cell_contents", i)
-            cell.cell_contents = TORCH if asks_torch and found is torch else found
+            cell.cell_contents = self.child(number, "{0}.__closure__[{1}].cell_contents", i)
         for name in sorted(names - {"__builtins__"}):
             if name in function.__globals__:
-                found = self.child(number, "{0}.__globals__[{1}]", name)
-                scope[name] = TORCH if asks_torch and found is torch else found
+                scope[name] = self.child(number, "{0}.__globals__[{1}]", name)
             elif name in vars(builtins) and is_builtin(name):  # a global would hide a builtin
                 self.steps.guard(self.steps.read(number, "{1} in {0}.__globals__", name), itself)
-                if name in ("getattr", "hasattr"):
-                    scope[name] = functools.partial(self._ask, getattr(builtins, name))
-                elif name in STAND_INS:
-                    scope[name] = STAND_INS[name]
+                self.known(vars(builtins)[name])
             else:
                 self.holds_once = True  # the name may be there later, or a program has put it into builtins
         if function.__defaults__:
@@ -478,14 +478,14 @@ class Trace:
         self._shared[id(function)] = number, seen
         return seen
 
-    def _ask(self, ask, value, name, *default):
+    def _ask(self, ask, *args, **kwargs):
         """``getattr`` or ``hasattr``. The names of attributes that the mod computes are not in its code."""
-        self._asked.add(name)
-        return ask(value, name, *default)
+        self._asked.update(args[1:2])
+        return ask(*args, **kwargs)
 
     def _check_instructions(self, code):
         """Returns the names that a code looks for in its globals."""
-        asks, before, names = not ASKS_IDENTITY.keys().isdisjoint(code.co_names), "", set()
+        asks, before, names = False, "", set()
         for instruction in dis.get_instructions(code):
             name = instruction.argval
             if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
@@ -497,8 +497,6 @@ class Trace:
                     "a mod must not match classes, because objects of the tracer stand for its values; use isinstance: "
                     f"{code.co_name}, {code.co_filename}, line {code.co_firstlineno}"
                 )
-            if instruction.opname == "IMPORT_NAME" and name.split(".")[0] not in CONSTANT:
-                self.holds_once = True
         if asks:
             self._need_identity()
         return names

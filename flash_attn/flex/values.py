@@ -396,50 +396,6 @@ class Function(Object):
 _OF_COPIES = {"__call__", "__closure__", "__code__", "__get__", "__globals__"}
 
 
-# ---- builtin functions ---------------------------------------------------------------------------------------------
-
-
-def _isinstance(x, classes):
-    """Is what an object of the trace stands for an instance of classes?"""
-    if isinstance(x, Bound):
-        return x._trace.steps.guard(x._number, lambda value: isinstance(value, classes))
-    if is_object(x):  # an abstract class asks for methods, which the stand-in has
-        return object.__getattribute__(x, "_asked")(lambda value: isinstance(value, classes))
-    return issubclass(torch.Tensor, classes) if isinstance(x, Value) else isinstance(x, classes)
-
-
-def _type(x, *rest):
-    """The type of what an object of the trace stands for."""
-    if rest:
-        return type(x, *rest)
-    if isinstance(x, Bound):
-        return x._trace.steps.guard(x._number, type)
-    return torch.Tensor if isinstance(x, Value) else x.__class__ if is_object(x) else type(x)
-
-
-def _callable(x):
-    """Can what an object of the trace stands for be called?"""
-    return object.__getattribute__(x, "_asked")(callable) if is_object(x) else callable(x)
-
-
-def is_tensor(x):
-    """Does an object of the trace stand for a tensor? PyTorch's function of this name asks for the class."""
-    return _isinstance(x, torch.Tensor)
-
-
-class _Torch(types.ModuleType):
-    """PyTorch, as a mod sees it that calls ``torch.is_tensor``."""
-
-    is_tensor = staticmethod(is_tensor)
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
-TORCH = _Torch("torch")
-STAND_INS = {"isinstance": _isinstance, "type": _type, "callable": _callable}  # of builtins, in the copy of a mod
-
-
 # ---- functions of torch -------------------------------------------------------------------------------------------
 
 

@@ -314,6 +314,35 @@ def precision_by_another_name():
     return lambda b, h, q, k: q >= k if ask() == "high" else q <= k, lambda: torch.set_float32_matmul_precision("high")
 
 
+def setting_by_a_captured_module():
+    x = types.SimpleNamespace(lib=torch)
+
+    def mod(b, h, q, k):
+        from torch import is_grad_enabled
+
+        return q >= k if x.lib.get_float32_matmul_precision() == "high" or not is_grad_enabled() else q <= k
+
+    return mod, lambda: torch.set_float32_matmul_precision("high")
+
+
+def global_name_by_builtins():
+    return lambda b, h, q, k: q - k <= builtins.eval("WIDTH", globals()), lambda: globals().update(WIDTH=5)
+
+
+def computed_name_by_builtins():
+    class Config:
+        far_width = 2
+
+    far = ["far"]
+    return lambda b, h, q, k: q - k <= builtins.getattr(Config, far[0] + "_width"), lambda: setattr(
+        Config, "far_width", 5
+    )
+
+
+def generator():
+    return lambda b, h, q, k: q - k <= torch.default_generator.initial_seed() % 5, lambda: torch.manual_seed(8)
+
+
 def flag_of_a_backend():
     def mod(b, h, q, k):
         return q >= k if torch.backends.mkldnn.enabled else q <= k
@@ -337,7 +366,8 @@ CHANGES = [
     attribute_of_a_string, constructor, operator_of_a_class, item_of_a_class, factory_of_a_dataclass,
     object_as_a_key, function_as_a_key, type_of_a_key, hash_of_an_object, equality_of_functions,
     equality_with_a_number, global_name, wrapped_function_of_torch, name_of_builtins, precision_of_products,
-    precision_by_another_name, flag_of_a_backend, seed, default_dtype,
+    precision_by_another_name, setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins,
+    generator, flag_of_a_backend, seed, default_dtype,
 ]  # fmt: skip
 
 
@@ -383,6 +413,13 @@ def _double(x):
     return x * 2
 
 
+def _imported(x):
+    from torch import is_tensor
+
+    return is_tensor(x)
+
+
+LIBRARIES = types.SimpleNamespace(lib=torch, builtins=builtins)
 FAR, BARE, TABLE, LENGTH, PARTIAL = Named(), Width(), torch.tensor(2), 3, functools.partial(_double, 1)
 WIDTHS, FUNCTIONS = {_double: 5, "far": 4, "<far>": 3, "3": 2}, frozenset([_double])
 ANSWERS = {
@@ -396,6 +433,9 @@ ANSWERS = {
     "callable of a function": lambda: 5 if callable(_double) else 2,
     "torch.is_tensor": lambda: 5 if torch.is_tensor(TABLE) else 2,
     "torch.is_tensor of a number": lambda: 5 if torch.is_tensor(LENGTH) else 2,
+    "torch.is_tensor of an import": lambda: 5 if _imported(TABLE) and not _imported(LENGTH) else 2,
+    "torch.is_tensor of a captured module": lambda: 5 if LIBRARIES.lib.is_tensor(TABLE) else 2,
+    "isinstance of a captured module": lambda: 5 if LIBRARIES.builtins.isinstance(TABLE, torch.Tensor) else 2,
     "a function as a key": lambda: WIDTHS.get(_double, 0),
     "a function in a dict": lambda: 5 if _double in WIDTHS else 2,
     "a function in a set": lambda: 5 if _double in FUNCTIONS else 2,
@@ -456,6 +496,10 @@ KEPT = {
     "an attribute that is missing": lambda x: lambda q, k: q - k <= getattr(x, "wide", 3),
     "an attribute of a function": lambda x: lambda q, k: q - k <= getattr(x, "width", 3),
     "an iterable": lambda x: lambda q, k: q - k <= sum([*x]),
+    "names of functions and settings": lambda x: (
+        lambda q, k: (q - k <= x.distributed) | (q - k <= x.dir["eval"] + x.id)
+    ),
+    "NotImplemented": lambda x: lambda q, k: q - k <= (3 if x is NotImplemented else x),
     "the dtype of a tensor": lambda x: lambda q, k: (q <= k + x) if x.dtype == torch.int64 else q <= k,
 }
 
@@ -479,6 +523,10 @@ VALUES = {
     "an attribute that is missing": lambda: types.SimpleNamespace(width=2),
     "an attribute of a function": lambda: lambda: 2,
     "an iterable": lambda: Iterable(1, 2),
+    "names of functions and settings": lambda: types.SimpleNamespace(
+        distributed=1, dir={"eval": 2, "backends": 1}, id=0
+    ),
+    "NotImplemented": lambda: 2,
     "the dtype of a tensor": lambda: torch.tensor(2),
 }
 
