@@ -4,7 +4,7 @@ import builtins
 import collections
 import dataclasses
 import enum
-import inspect
+import functools
 import sys
 import types
 
@@ -14,7 +14,7 @@ from .steps import NUMBERS, SIMPLE, exact
 
 _OURS = __name__.split(".")[0]
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", _OURS}  # packages whose names never change
-_STANDARD = {"abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "decimal", "enum"}
+_STANDARD = {"abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum"}
 _STANDARD |= {"fractions", "functools", "itertools", "math", "numbers", "operator", "statistics", "string", "types"}
 _STANDARD |= {"typing", "warnings"}
 _CONSTANT = {*_STANDARD, "torch", "numpy", _OURS}  # and whose functions give the same each time
@@ -114,57 +114,45 @@ def is_key(value):
 
 
 _PURE = (types.MemberDescriptorType, types.GetSetDescriptorType, type(collections.namedtuple("_Pair", "a").a))
-_OF_C = (*_PURE, types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType)
+_METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_ANY_NAME = {"__dict__", "format", "format_map"}  # attributes that read others; "{0.width}".format(x) reads x.width
+_OF_FUNCTIONS = {"__closure__", "__code__", "__defaults__", "__kwdefaults__"}  # attributes that may change
 
 
-def _has_operators(cls):
-    """Does a class itself have a constructor, operators and the like, which run as they are and may read anything?"""
-    for name, what in vars(cls).items():
-        what = getattr(what, "__func__", what)  # of a staticmethod or classmethod
-        is_method = name.startswith("__") and not name.startswith("__annotate") and hasattr(type(what), "__get__")
-        if not is_method or isinstance(what, _OF_C):
-            continue
-        if not isinstance(what, types.FunctionType) or not (_is_from_library(what) or _is_generated(cls, what)):
-            return True
-    return False
+def is_of_library(frame):
+    """Is this a function of a library, or one that ``dataclass`` or ``namedtuple`` made?"""
+    code = frame.f_code
+    if _is_library(str(frame.f_globals.get("__name__"))):
+        return True
+    made_by = getattr(code, "co_qualname", "__create_fn__").split(".")[0]  # from Python 3.11
+    return code.co_filename == "<string>" and code.co_name.startswith("__") and made_by == "__create_fn__"
 
 
-def _is_from_library(function):
-    return function.__globals__.get("__name__", "").split(".")[0] in _KNOWN and not function.__closure__
+@functools.lru_cache(1024)
+def _is_library(name):
+    return name.split(".")[0] in _KNOWN or name.startswith("namedtuple_")
 
 
-def _is_generated(cls, function):
-    """Has ``dataclass`` or ``namedtuple`` made this method, of fields that cannot change?"""
-    outer = function.__globals__.get("__name__", "")
-    if issubclass(cls, tuple) and "_fields" in vars(cls):
-        is_new = outer.startswith("namedtuple_") and all(map(is_simple, function.__defaults__ or ()))
-        return is_new or outer == "collections"
-    if not dataclasses.is_dataclass(cls):
-        return False
-    for field in dataclasses.fields(cls):
-        if field.default is not dataclasses.MISSING and not is_key(field.default):
-            return False
-        if field.default_factory not in (dataclasses.MISSING, list, dict, set, tuple):
-            return False
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    is_of_text = getattr(code, "co_filename", "") == "<string>"
-    return is_of_text and getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")  # from Python 3.11
+def _has_fixed_defaults(cls):
+    """Do the functions that ``dataclass`` or ``namedtuple`` made have only values that cannot change?"""
+    defaults = [field.default for field in vars(cls).get("__dataclass_fields__", {}).values()]
+    if "_fields" in vars(cls):
+        defaults += getattr(vars(cls).get("__new__"), "__defaults__", None) or ()
+    return all(x is dataclasses.MISSING or is_key(x) for x in defaults)
 
 
 def found_in(value, names, is_first=False):
     """What attributes of these names a class has, ``((name, what), ..)``; None: it may be another thing next time.
 
-    Only the trace, which is the first to ask, looks for operators. They take longer to find than attributes.
+    Only the trace, which is the first to ask, looks at what cannot change later.
     """
-    if is_known(value):
-        return ()
-    if "__dict__" in names or not is_known(type(value)):
+    found, bases = [], [base for base in value.__mro__ if not is_known(base)]
+    if is_first and bases and not (names.isdisjoint(_ANY_NAME) and is_known(type(value))):
         return None
-    found = []
-    for base in value.__mro__:
-        if is_first and not is_known(base) and _has_operators(base):
+    for base in bases:
+        if is_first and not _has_fixed_defaults(base):
             return None
-        for name in () if is_known(base) else sorted(names & set(vars(base))):
+        for name in sorted(names & set(vars(base))):
             what = vars(base)[name]
             what = () if isinstance(what, _PURE) else _lasting(what, names, is_first)
             if what is None:
@@ -191,4 +179,7 @@ def _lasting(value, names, is_first):
     if isinstance(value, type):
         found = found_in(value, names, is_first)
         return None if found is None else (value, found)
+    if type(value) in _METHODS:  # which the mod has not called, for the trace would know
+        has_fixed_attributes = names.isdisjoint(_OF_FUNCTIONS) and names.isdisjoint(getattr(value, "__dict__", ()))
+        return (type(value), value) if has_fixed_attributes else None
     return None

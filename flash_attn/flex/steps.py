@@ -61,6 +61,7 @@ class Steps:
         self._constants = {"Tensor": torch.Tensor, "FunctionType": types.FunctionType, "same": _same, "kind": kind}
         self._guarded = set()
         self._results = None
+        self.computes = False  # a step or a guard is being computed
         self.has_failed = False  # a step raised an error. The mod may have caught it, and no guard tells of it.
 
     def _name(self, constant):
@@ -74,6 +75,7 @@ class Steps:
         return len(self.values) - 1
 
     def _computed(self, function, *args, guarded=()):
+        self.computes = True
         try:
             with torch._C.DisableTorchFunction():
                 return function(*args)
@@ -82,6 +84,8 @@ class Steps:
         except BaseException:
             self.has_failed = True
             raise
+        finally:
+            self.computes = False
 
     def add(self, compute):
         """``compute`` takes the list of values. Returns the number of the new value."""

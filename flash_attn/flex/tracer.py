@@ -21,8 +21,20 @@ from traceback import walk_stack, walk_tb
 import torch
 from torch.overrides import TorchFunctionMode
 
+from . import operations
 from .known import STAND_INS, Module
-from .lasting import ANYWHERE, found_in, is_as_it_is, is_builtin, is_constant, is_fixed, is_key, is_known, is_simple
+from .lasting import (
+    ANYWHERE,
+    found_in,
+    is_as_it_is,
+    is_builtin,
+    is_constant,
+    is_fixed,
+    is_key,
+    is_known,
+    is_of_library,
+    is_simple,
+)
 from .program import TYPES, Builder
 from .steps import NUMBERS, SIMPLE, Steps, kind
 from .values import (
@@ -194,23 +206,31 @@ class Trace:
         self._builtins = dict(vars(builtins), __import__=self._import)  # of the copy
         self._builtins.update((ask.__name__, seen) for ask, seen in self._stand_ins.items())
         self._classes = []  # (number of a class or of an instance, function of it that gives the class)
+        self._watches = False  # does Python tell of each function that runs?
         self._instances = []  # numbers of objects whose class the mod may ask for
         self._asked = set()  # names of attributes that the mod has computed
         self._compared = []  # numbers of values whose stand-ins the mod may compare by `is`
         self.grad_mode = torch.is_grad_enabled()
 
     def run(self):
+        try:
+            result = self._result()
+        finally:
+            if self._watches:
+                sys.setprofile(None)
+        return self._finish(result)
+
+    def _result(self):
         function = self.callee()
         indices = [Value(self, self.builder.emit(name, TYPES[torch.int64]), torch.int64) for name in INDICES]
         if self.score is not None:
             indices.insert(0, Value(self, self.builder.emit("score", TYPES[self.score]), self.score))
         with _Mode(self):
             try:
-                result = function(*indices)
+                return function(*indices)
             except TypeError as error:
                 self._explain(error, len(indices))
                 raise
-        return self._finish(result)
 
     def _explain(self, error, num):
         """Raises a clearer error in place of one of Python or of NumPy, which does not know what a mod may do."""
@@ -227,8 +247,6 @@ class Trace:
         return self.wrap(0)
 
     def _finish(self, result):
-        from . import operations
-
         if isinstance(result, (tuple, list, dict)) or result is None:
             raise TypeError(f"a mod must return a tensor or a number, not {type(result).__name__}: {self.where()}")
         value = operations.value_of(self, result)
@@ -311,7 +329,7 @@ class Trace:
         if isinstance(value, torch.Tensor):
             return Capture(self, number)
         if isinstance(value, (bool, enum.Enum)):  # Python asks whether they are True, or a member
-            self._classes.append((number, type))
+            self._see_class(number, type)
             self.holds_once |= isinstance(value, enum.Enum) and not is_fixed(value)
             return self.steps.guard(number, itself)
         if isinstance(value, NUMBERS):
@@ -349,6 +367,8 @@ class Trace:
             return value
         if value in ASKS_IDENTITY:
             self._need_identity()
+        if value is torch.finfo:  # of the default dtype, if it gets none
+            self.guard_default_dtype()
         if value is vars:
             self._asked.add("__dict__")
         return self._stand_ins.get(value, value)
@@ -367,13 +387,14 @@ class Trace:
         if base is dict:
             self.holds_once |= not all(map(is_key, names))
             classes = {type(name) for name in names if isinstance(name, enum.Enum)}
-            self._classes += [(number, lambda _, cls=cls: cls) for cls in classes]
+            for cls in classes:
+                self._see_class(number, lambda _, cls=cls: cls)
         template = "{0}[{1}]" if is_plain else base.__name__ + ".__getitem__({0}, {1})"
         items = [self.child(number, template, name) for name in names]
         if is_plain:
             return dict(zip(names, items)) if base is dict else base(items)
         if base is not dict:
-            self._classes.append((number, type))  # its methods are no copies
+            self._see_class(number, type)  # its methods are no copies
             if hasattr(value, "_fields"):
                 return type(value)(*items)
             if is_known(type(value)):
@@ -408,13 +429,38 @@ class Trace:
 
     def _class(self, number, value):
         """A class is seen as it is."""
-        self._classes.append((number, itself))
+        self._see_class(number, itself)
         return value
+
+    def _see_class(self, number, class_of):
+        """The mod may call what the class of a value has. No copy is made of it, so it may read anything."""
+        if not is_known(class_of(self.steps.values[number])):
+            self._classes.append((number, class_of))
+            self._watch()
+
+    def _watch(self):
+        if not (self._watches or self.holds_once):
+            self._watches = sys.getprofile() is None
+            self.holds_once |= not self._watches  # another profiler has the place
+            if self._watches:
+                sys.setprofile(self._notice)
+
+    def _notice(self, frame, event, _):
+        """A function runs. It is a copy, or of a library, or runs again in each call, or may read anything."""
+        if event != "call" or self.steps.computes or is_of_library(frame):
+            return
+        if frame.f_builtins is not self._builtins:
+            self.holds_once, self._watches = True, False
+            sys.setprofile(None)
+
+    def _names(self):
+        """What may be names of attributes."""
+        names = {x for code in self._codes for x in (*code.co_names, *code.co_consts) if isinstance(x, str)}
+        return names | self._asked
 
     def _guard_classes(self):
         """Other mods must find the same in the classes that the mod saw as they are."""
-        names = {x for code in self._codes for x in (*code.co_names, *code.co_consts) if isinstance(x, str)}
-        names |= self._asked
+        names = self._names()
         self.holds_once |= bool(names & ANYWHERE)
         asked = self._instances if names & {"__class__", "type"} else []
         for number, class_of in (*self._classes, *((number, type) for number in asked)):
@@ -443,6 +489,8 @@ class Trace:
             return seen
         code = function.__code__
         self._codes.update(_codes(code))
+        if self._names() & {"__class__", "type"}:
+            self._watch()
         names = {name for each in _codes(code) for name in self._check_instructions(each)}
         scope = {**function.__globals__, "__builtins__": self._builtins}
         cells = [types.CellType() for _ in function.__closure__ or ()]
@@ -481,6 +529,8 @@ class Trace:
     def _ask(self, ask, *args, **kwargs):
         """``getattr`` or ``hasattr``. The names of attributes that the mod computes are not in its code."""
         self._asked.update(args[1:2])
+        if "__class__" in self._asked:
+            self._watch()
         return ask(*args, **kwargs)
 
     def _check_instructions(self, code):

@@ -6,6 +6,7 @@ A mod that could answer from memory alone is traced for each call.
 import builtins
 import collections.abc
 import dataclasses
+import decimal
 import enum
 import functools
 import types
@@ -209,6 +210,77 @@ def item_of_a_class():
     return lambda b, h, q, k: q - k <= Near["far"], lambda: widths.update(far=5)
 
 
+def attribute_of_a_function_of_a_class():
+    class Config:
+        def near(self):
+            return 0
+
+        near.width = 2
+
+    return lambda b, h, q, k: q - k <= Config.near.width, lambda: setattr(Config.near, "width", 5)
+
+
+def defaults_of_a_function_of_a_class():
+    class Config:
+        def near(self, width=2):
+            return width
+
+    near = Config.near
+    return lambda b, h, q, k: q - k <= Config.near.__defaults__[0], lambda: setattr(near, "__defaults__", (5,))
+
+
+def forward_of_a_module():
+    class Near(torch.nn.Module):
+        def forward(self, q):
+            return q - WIDTH
+
+    return lambda b, h, q, k: Near()(q) <= k, lambda: globals().update(WIDTH=5)
+
+
+def missing_member_of_an_enum():
+    class Widths(enum.Enum):
+        NEAR, FAR = 2, 5
+
+        @classmethod
+        def _missing_(cls, name):
+            return cls(WIDTH)
+
+    return lambda b, h, q, k: q - k <= Widths("any").value, lambda: globals().update(WIDTH=5)
+
+
+def string_of_an_enum():
+    class Widths(enum.Enum):
+        FAR = 1
+
+        def __str__(self):
+            return f"{WIDTH}"
+
+    return lambda b, h, q, k: q - k <= int(f"{Widths.FAR}"), lambda: globals().update(WIDTH=5)
+
+
+def format_of_a_class():
+    class Config:
+        width = 2
+
+    form = "{0.width}"
+    return lambda b, h, q, k: q - k <= int(form.format(Config)), lambda: setattr(Config, "width", 5)
+
+
+class Near:
+    def __init__(self):
+        self.width = WIDTH
+
+
+def class_of_an_object():
+    near = Near()
+    return lambda b, h, q, k: q - k <= near.__class__().width, lambda: globals().update(WIDTH=5)
+
+
+def computed_class_of_an_object():
+    near, name = Near(), ["class"]
+    return lambda b, h, q, k: q - k <= getattr(near, f"__{name[0]}__")().width, lambda: globals().update(WIDTH=5)
+
+
 def factory_of_a_dataclass():
     wide = Width()
 
@@ -354,6 +426,29 @@ def seed():
     return lambda b, h, q, k: q - k <= torch.initial_seed() % 5, lambda: torch.manual_seed(8)
 
 
+def precision_of_decimals():
+    def mod(b, h, q, k):
+        return q >= k if decimal.Decimal(1) / 3 == decimal.Decimal("0.33") else q <= k
+
+    return mod, lambda: setattr(decimal.getcontext(), "prec", 2)
+
+
+def precision_of_a_captured_class():
+    make = decimal.Decimal
+
+    def mod(b, h, q, k):
+        return q >= k if make(1) / 3 == make("0.33") else q <= k
+
+    return mod, lambda: setattr(decimal.getcontext(), "prec", 2)
+
+
+def limits_of_the_default_dtype():
+    def mod(b, h, q, k):
+        return q >= k if torch.finfo().bits == 32 else q <= k
+
+    return mod, lambda: torch.set_default_dtype(torch.float64)
+
+
 def default_dtype():
     large = torch.tensor([16777217] * 9)
     return lambda b, h, q, k: large[q] <= 16777216.0, lambda: torch.set_default_dtype(torch.float64)
@@ -363,11 +458,13 @@ CHANGES = [
     quotient, quotient_that_fails_later, place_of_a_tensor, view_of_a_tensor, number_of_a_tensor,
     property_of_an_object, length_of_an_object, large_number, attribute_of_a_function, memory_of_a_tensor,
     computed_name_of_a_class, sign_of_zero_of_a_class, value_of_an_enum, attribute_of_an_enum, attribute_of_an_int,
-    attribute_of_a_string, constructor, operator_of_a_class, item_of_a_class, factory_of_a_dataclass,
-    object_as_a_key, function_as_a_key, type_of_a_key, hash_of_an_object, equality_of_functions,
-    equality_with_a_number, global_name, wrapped_function_of_torch, name_of_builtins, precision_of_products,
-    precision_by_another_name, setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins,
-    generator, flag_of_a_backend, seed, default_dtype,
+    attribute_of_a_string, constructor, operator_of_a_class, item_of_a_class, attribute_of_a_function_of_a_class,
+    defaults_of_a_function_of_a_class, forward_of_a_module, missing_member_of_an_enum, string_of_an_enum,
+    format_of_a_class, class_of_an_object, computed_class_of_an_object, factory_of_a_dataclass, object_as_a_key,
+    function_as_a_key, type_of_a_key, hash_of_an_object, equality_of_functions, equality_with_a_number, global_name,
+    wrapped_function_of_torch, name_of_builtins, precision_of_products, precision_by_another_name,
+    setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins, generator, flag_of_a_backend,
+    seed, precision_of_decimals, precision_of_a_captured_class, limits_of_the_default_dtype, default_dtype,
 ]  # fmt: skip
 
 
@@ -376,7 +473,8 @@ def settings():
     """All that a change may set for the whole process."""
     precision, is_enabled = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
     torch.manual_seed(6)
-    yield
+    with decimal.localcontext():
+        yield
     torch.set_float32_matmul_precision(precision)
     torch.backends.mkldnn.enabled = is_enabled
     torch.set_default_dtype(torch.float32)
@@ -477,6 +575,33 @@ class Plain:
     width, kind = 2, Kind.FAR
 
 
+class Mode(enum.Enum):
+    NEAR, FAR = "near", "far"
+
+    def __str__(self):
+        return f"{self.value} {WIDTH}"
+
+
+class Built:
+    """A class with functions that the mods do not call."""
+
+    width = 2
+
+    def __init__(self, wide=3):
+        self.wide = wide + WIDTH
+
+    def __eq__(self, other):
+        return self.wide == other.wide
+
+    @classmethod
+    def most(cls):
+        return cls.width
+
+    @property
+    def double(self):
+        return self.wide * 2
+
+
 class Bounds(collections.namedtuple("Bounds", "low high", defaults=(0, 9))):
     pass
 
@@ -491,6 +616,11 @@ KEPT = {
     "a new dataclass": lambda x: lambda q, k: q - k <= Settings(x).width,
     "a namedtuple": lambda x: lambda q, k: (q - k <= x.high) & (q - k >= Bounds().low),
     "a class": lambda x: lambda q, k: q - k <= getattr(Plain, x) if Plain.kind is Kind.FAR else q <= k,
+    "a class with a constructor": lambda x: (
+        lambda q, k: q - k <= x.wide + Built.width if isinstance(x, Built) else q <= k
+    ),
+    "a classmethod": lambda x: lambda q, k: (q - k <= x.most()) & (q - k <= x.double),
+    "a member with a string of its own": lambda x: lambda q, k: q - k <= 2 if x is Mode.NEAR else q <= k,
     "a helper": lambda x: lambda q, k: helper(q, k) <= x if q is not None else q <= k,
     "a partial": lambda x: lambda q, k: x(q) <= k,
     "an attribute that is missing": lambda x: lambda q, k: q - k <= getattr(x, "wide", 3),
@@ -518,6 +648,9 @@ VALUES = {
     "a new dataclass": lambda: 2,
     "a namedtuple": lambda: Bounds(1, 4),
     "a class": lambda: "width",
+    "a class with a constructor": Built,
+    "a classmethod": Built,
+    "a member with a string of its own": lambda: Mode.NEAR,
     "a helper": lambda: 3,
     "a partial": lambda: functools.partial(helper, k=2),
     "an attribute that is missing": lambda: types.SimpleNamespace(width=2),
