@@ -8,6 +8,7 @@ for each mod of the same code (:mod:`flash_attn.flex.steps`). Operations are in 
 
 import builtins
 import collections
+import dataclasses
 import dis
 import enum
 import functools
@@ -42,6 +43,7 @@ from .values import (
     RANDOM,
     Bound,
     Capture,
+    DataObject,
     Function,
     Number,
     Object,
@@ -422,10 +424,17 @@ class Trace:
     def _object(self, number, value):
         seen = self._again(number, value)
         if seen is None:
-            seen = Object(self, number)
+            seen = (DataObject if dataclasses.is_dataclass(value) else Object)(self, number)
             self._shared[id(value)] = number, seen
             self._instances.append(number)
         return seen
+
+    def fields(self, number):
+        """The fields of a dataclass are seen as they are. Functions of ``dataclasses`` ask, and may make an object."""
+        self._see_class(number, type)
+        fields = self.steps.values[number].__dataclass_fields__
+        self.holds_once |= any(field.metadata for field in fields.values())
+        return fields
 
     def _class(self, number, value):
         """A class is seen as it is."""

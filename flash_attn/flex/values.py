@@ -58,6 +58,11 @@ class Traced(_Operators):
 
     __hash__ = None
 
+    def __copy__(self, memo=None):
+        return self  # nothing changes it
+
+    __deepcopy__ = __copy__
+
     def __setitem__(self, index, value):
         self._trace.fail("a mod must not write to a tensor; use torch.where")
 
@@ -365,6 +370,22 @@ class Object:
     def __getitem__(self, index):
         return type(self).__getattribute__(self, "__getitem__")(index)
 
+    def __reduce_ex__(self, protocol):
+        """``copy.copy`` asks the type. The copy is an object of the real class."""
+        return type(self).__getattribute__(self, "__reduce_ex__")(protocol)
+
+
+class DataObject(Object):
+    """An instance of a dataclass. Functions of ``dataclasses`` ask its type whether it has fields."""
+
+    __dataclass_fields__ = {}
+
+    def __getattribute__(self, name):
+        if name == "__dataclass_fields__":
+            get = object.__getattribute__
+            return get(self, "_trace").fields(get(self, "_number"))
+        return super().__getattribute__(name)
+
 
 def is_object(x):
     return issubclass(type(x), Object)  # its __class__ is that of what it stands for
@@ -380,6 +401,8 @@ class Function(Object):
     def __getattribute__(self, name):
         if name in _OF_COPIES:
             return getattr(object.__getattribute__(self, "_copy"), name)
+        if name == "__deepcopy__":  # which copy.deepcopy asks of a function itself
+            return object.__getattribute__(self, name)
         return super().__getattribute__(name)
 
     def __hash__(self):
@@ -391,6 +414,16 @@ class Function(Object):
 
     def __call__(self, *args, **kwargs):
         return object.__getattribute__(self, "_copy")(*args, **kwargs)
+
+    def __copy__(self, memo=None):
+        return self  # as Python's functions
+
+    __deepcopy__ = __copy__
+
+    def __get__(self, instance, owner=None):
+        """A class that the mod makes has the function as a method."""
+        is_method = instance is not None and hasattr(object.__getattribute__(self, "_copy"), "__get__")
+        return types.MethodType(self, instance) if is_method else self
 
 
 _OF_COPIES = {"__call__", "__closure__", "__code__", "__get__", "__globals__"}

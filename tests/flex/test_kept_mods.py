@@ -5,6 +5,7 @@ A mod that could answer from memory alone is traced for each call.
 
 import builtins
 import collections.abc
+import copy
 import dataclasses
 import decimal
 import enum
@@ -411,6 +412,42 @@ def computed_name_by_builtins():
     )
 
 
+def fields_of_a_dataclass():
+    @dataclasses.dataclass
+    class Config:
+        width: int = dataclasses.field(default=2, metadata={"more": [0]})
+
+    config = Config()
+
+    def mod(b, h, q, k):
+        return q - k <= sum(
+            getattr(config, field.name) + field.metadata["more"][0] for field in dataclasses.fields(config)
+        )
+
+    return mod, lambda: dataclasses.fields(config)[0].metadata["more"].__setitem__(0, 3)
+
+
+def copy_of_an_object():
+    class Config:
+        def width(self):
+            return WIDTH
+
+    config = Config()
+    return lambda b, h, q, k: q - k <= copy.copy(config).width(), lambda: globals().update(WIDTH=5)
+
+
+def changed_dataclass():
+    @dataclasses.dataclass
+    class Config:
+        width: int = 2
+
+        def __post_init__(self):
+            self.width += WIDTH
+
+    config = Config(0)
+    return lambda b, h, q, k: q - k <= dataclasses.replace(config).width, lambda: globals().update(WIDTH=5)
+
+
 def generator():
     return lambda b, h, q, k: q - k <= torch.default_generator.initial_seed() % 5, lambda: torch.manual_seed(8)
 
@@ -463,8 +500,9 @@ CHANGES = [
     format_of_a_class, class_of_an_object, computed_class_of_an_object, factory_of_a_dataclass, object_as_a_key,
     function_as_a_key, type_of_a_key, hash_of_an_object, equality_of_functions, equality_with_a_number, global_name,
     wrapped_function_of_torch, name_of_builtins, precision_of_products, precision_by_another_name,
-    setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins, generator, flag_of_a_backend,
-    seed, precision_of_decimals, precision_of_a_captured_class, limits_of_the_default_dtype, default_dtype,
+    setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins, generator,
+    fields_of_a_dataclass, copy_of_an_object, changed_dataclass, flag_of_a_backend, seed, precision_of_decimals,
+    precision_of_a_captured_class, limits_of_the_default_dtype, default_dtype,
 ]  # fmt: skip
 
 
@@ -517,8 +555,39 @@ def _imported(x):
     return is_tensor(x)
 
 
+@dataclasses.dataclass
+class Part:
+    width: int = 2
+    place: tuple = (1, 2)
+
+
+@dataclasses.dataclass
+class Whole:
+    part: Part = dataclasses.field(default_factory=Part)
+    widths: list = dataclasses.field(default_factory=lambda: [1, 3])
+    table: torch.Tensor = None
+
+
+def _distance(self, q, k):
+    return q - k - self.width
+
+
+def _as_method(q, k):
+    class Made:
+        width, distance, half = 2, _distance, PARTIAL
+
+    return (
+        Made().distance(q, k) + Made().half() - type("Made", (), {"width": 2, "distance": _distance})().distance(k, q)
+    )
+
+
+def _sum_of_fields(x):
+    return sum(getattr(x, field.name) for field in dataclasses.fields(x) if field.name == "width")
+
+
 LIBRARIES = types.SimpleNamespace(lib=torch, builtins=builtins)
 FAR, BARE, TABLE, LENGTH, PARTIAL = Named(), Width(), torch.tensor(2), 3, functools.partial(_double, 1)
+WHOLE, ITEMS = Whole(table=torch.arange(4)), [1, [2, torch.tensor(3)]]
 WIDTHS, FUNCTIONS = {_double: 5, "far": 4, "<far>": 3, "3": 2}, frozenset([_double])
 ANSWERS = {
     "str of an object": lambda: WIDTHS.get(str(FAR), 0),
@@ -543,12 +612,26 @@ ANSWERS = {
     "the type of a function": lambda: 5 if type(_double) is types.FunctionType else 2,
     "an instance of a function": lambda: 5 if isinstance(_double, types.FunctionType) else 2,
     "the name of a function": lambda: len(_double.__name__) - 3,
+    "fields of a dataclass": lambda: _sum_of_fields(WHOLE.part),
+    "a dataclass as a dict": lambda: (
+        dataclasses.asdict(WHOLE)["part"]["width"] + dataclasses.asdict(WHOLE)["widths"][1]
+    ),
+    "a dataclass as a tuple": lambda: dataclasses.astuple(WHOLE)[0][0] + dataclasses.astuple(WHOLE)[2].sum(),
+    "a changed dataclass": lambda: dataclasses.replace(WHOLE.part, width=LENGTH).width + 1,
+    "is_dataclass": lambda: 5 if dataclasses.is_dataclass(WHOLE) and not dataclasses.is_dataclass(BARE) else 2,
+    "a copy of a list": lambda: copy.deepcopy(ITEMS)[1][1] + copy.copy(ITEMS)[0],
+    "a copy of a function": lambda: copy.copy(_double)(1) + copy.deepcopy(_double)(1),
+    "a copy of an object": lambda: copy.copy(BARE).width + copy.deepcopy(WHOLE).part.width,
 }
 
 
 @pytest.mark.parametrize("ask", ANSWERS.values(), ids=ANSWERS)
 def test_answers_are_those_of_python(ask):
     check(lambda b, h, q, k: q - k <= ask())
+
+
+def test_a_captured_function_is_a_method_of_a_class_of_the_mod():
+    check(lambda b, h, q, k: _as_method(q, k) <= 3)
 
 
 def test_an_index_is_a_tensor():
@@ -614,6 +697,8 @@ KEPT = {
     "a dict": lambda x: lambda q, k: q - k <= x["width"] + x[0],
     "a dataclass": lambda x: lambda q, k: q - k <= x.width if x.kind is Kind.NEAR else q <= k,
     "a new dataclass": lambda x: lambda q, k: q - k <= Settings(x).width,
+    "fields of a dataclass": lambda x: lambda q, k: q - k <= sum(getattr(x, f.name) for f in dataclasses.fields(x)[:1]),
+    "a changed dataclass": lambda x: lambda q, k: q - k <= dataclasses.replace(x, width=3).width,
     "a namedtuple": lambda x: lambda q, k: (q - k <= x.high) & (q - k >= Bounds().low),
     "a class": lambda x: lambda q, k: q - k <= getattr(Plain, x) if Plain.kind is Kind.FAR else q <= k,
     "a class with a constructor": lambda x: (
@@ -646,6 +731,8 @@ VALUES = {
     "a dict": lambda: {"width": 2, 0: 1},
     "a dataclass": Settings,
     "a new dataclass": lambda: 2,
+    "fields of a dataclass": Settings,
+    "a changed dataclass": Settings,
     "a namedtuple": lambda: Bounds(1, 4),
     "a class": lambda: "width",
     "a class with a constructor": Built,
