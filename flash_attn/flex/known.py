@@ -35,13 +35,35 @@ def _isinstance(x, classes):
     return issubclass(torch.Tensor, classes) if isinstance(x, Value) else isinstance(x, classes)
 
 
-def _type(x, *rest):
-    """The type of what an object of the trace stands for."""
-    if rest:
-        return type(x, *rest)
+class _OfType(type):
+    def __call__(cls, *args, **kwargs):
+        if cls is not Type:
+            return super().__call__(*args, **kwargs)
+        return _type_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
+
+    def __instancecheck__(cls, x):
+        return isinstance(x, type) if cls is Type else super().__instancecheck__(x)
+
+    def __subclasscheck__(cls, x):
+        return issubclass(x, type) if cls is Type else super().__subclasscheck__(x)
+
+
+class Type(type, metaclass=_OfType):
+    """``type``, for a mod. It gives the type of what an object of the trace stands for."""
+
+
+Type.__module__, Type.__name__, Type.__qualname__ = "builtins", "type", "type"
+
+
+def _type_of(x):
+    found = type(x)
     if isinstance(x, Bound):
-        return x._trace.steps.guard(x._number, type)
-    return torch.Tensor if isinstance(x, Value) else x.__class__ if is_object(x) else type(x)
+        found = x._trace.steps.guard(x._number, type)
+    elif isinstance(x, Value):
+        found = torch.Tensor
+    elif is_object(x):
+        found = x.__class__
+    return Type if found is type else found
 
 
 def _callable(x):
@@ -54,4 +76,4 @@ def is_tensor(x):
     return _isinstance(x, torch.Tensor)
 
 
-STAND_INS = {isinstance: _isinstance, type: _type, callable: _callable, torch.is_tensor: is_tensor}
+STAND_INS = {isinstance: _isinstance, type: Type, callable: _callable, torch.is_tensor: is_tensor}

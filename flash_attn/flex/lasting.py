@@ -110,7 +110,9 @@ def is_key(value):
         return all(is_key(item) and not isinstance(item, enum.Enum) for item in value)
     if isinstance(value, type):
         return is_known(value)
-    return is_fixed(value) if isinstance(value, enum.Enum) else is_simple(value)
+    if isinstance(value, enum.Enum):
+        return is_fixed(value) and not isinstance(type(value).__eq__, types.FunctionType)
+    return is_simple(value)
 
 
 _PURE = (types.MemberDescriptorType, types.GetSetDescriptorType, type(collections.namedtuple("_Pair", "a").a))
@@ -170,7 +172,7 @@ def _lasting(value, names, is_first):
         return type(value), value
     if isinstance(value, enum.Enum):
         is_as_made = is_fixed(value) if is_first else vars(value).keys() <= _OF_ENUM
-        return (type(value), value) if is_as_made else None
+        return (type(value), id(value)) if is_as_made else None  # the class may say that all members are equal
     if is_simple(value):
         return exact(value)
     if type(value) is tuple:

@@ -122,7 +122,7 @@ class Steps:
         if check is kind and type(holds) is tuple and holds[0] is dict and len(holds) == 3:
             names, of_names = self._name(holds[1]), self._name(holds[2])
             return f"{v}.__class__ is dict and tuple({v}) == {names} and tuple(map(type, {v})) == {of_names}"
-        if check is kind and holds in (bool, int, float):
+        if check is kind and (holds is bool or holds is int or holds is float):
             return f"{v}.__class__ is {holds.__name__}"
         if check is kind:
             wanted = self._name(holds)
@@ -153,4 +153,6 @@ class Steps:
 
 
 def _same(a, b):
-    return a is b or (type(a) is type(b) and a == b and (a != 0 or type(a) is not float or repr(a) == repr(b)))
+    if a is b or isinstance(a, enum.Enum):  # whose class may say that all members are equal
+        return a is b
+    return type(a) is type(b) and a == b and (a != 0 or type(a) is not float or repr(a) == repr(b))

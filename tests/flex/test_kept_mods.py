@@ -133,6 +133,29 @@ def memory_of_a_tensor():
     return lambda b, h, q, k: q - k <= int(x.numpy()[0]), lambda: x.fill_(5)
 
 
+class Equal(enum.Enum):
+    """An enum that says that all its members are equal."""
+
+    NEAR, FAR = 2, 5
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def member_among_equals():
+    x = Width(Equal.NEAR)
+    return lambda b, h, q, k: q - k <= x.width.value, lambda: setattr(x, "width", Equal.FAR)
+
+
+def member_of_a_class_among_equals():
+    class Config:
+        member = Equal.NEAR
+
+    return lambda b, h, q, k: q - k <= Config.member.value, lambda: setattr(Config, "member", Equal.FAR)
+
+
 def computed_name_of_a_class():
     class Config:
         far_width = 2
@@ -494,15 +517,16 @@ def default_dtype():
 CHANGES = [
     quotient, quotient_that_fails_later, place_of_a_tensor, view_of_a_tensor, number_of_a_tensor,
     property_of_an_object, length_of_an_object, large_number, attribute_of_a_function, memory_of_a_tensor,
-    computed_name_of_a_class, sign_of_zero_of_a_class, value_of_an_enum, attribute_of_an_enum, attribute_of_an_int,
-    attribute_of_a_string, constructor, operator_of_a_class, item_of_a_class, attribute_of_a_function_of_a_class,
-    defaults_of_a_function_of_a_class, forward_of_a_module, missing_member_of_an_enum, string_of_an_enum,
-    format_of_a_class, class_of_an_object, computed_class_of_an_object, factory_of_a_dataclass, object_as_a_key,
-    function_as_a_key, type_of_a_key, hash_of_an_object, equality_of_functions, equality_with_a_number, global_name,
-    wrapped_function_of_torch, name_of_builtins, precision_of_products, precision_by_another_name,
-    setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins, generator,
-    fields_of_a_dataclass, copy_of_an_object, changed_dataclass, flag_of_a_backend, seed, precision_of_decimals,
-    precision_of_a_captured_class, limits_of_the_default_dtype, default_dtype,
+    member_among_equals, member_of_a_class_among_equals, computed_name_of_a_class, sign_of_zero_of_a_class,
+    value_of_an_enum, attribute_of_an_enum, attribute_of_an_int, attribute_of_a_string, constructor,
+    operator_of_a_class, item_of_a_class, attribute_of_a_function_of_a_class, defaults_of_a_function_of_a_class,
+    forward_of_a_module, missing_member_of_an_enum, string_of_an_enum, format_of_a_class, class_of_an_object,
+    computed_class_of_an_object, factory_of_a_dataclass, object_as_a_key, function_as_a_key, type_of_a_key,
+    hash_of_an_object, equality_of_functions, equality_with_a_number, global_name, wrapped_function_of_torch,
+    name_of_builtins, precision_of_products, precision_by_another_name, setting_by_a_captured_module,
+    global_name_by_builtins, computed_name_by_builtins, generator, fields_of_a_dataclass, copy_of_an_object,
+    changed_dataclass, flag_of_a_backend, seed, precision_of_decimals, precision_of_a_captured_class,
+    limits_of_the_default_dtype, default_dtype,
 ]  # fmt: skip
 
 
@@ -581,6 +605,16 @@ def _as_method(q, k):
     )
 
 
+def _made_by_a_metaclass():
+    class Meta(type):
+        pass
+
+    class Made(metaclass=Meta):
+        pass
+
+    return Made if type(Made) is Meta and isinstance(Made, type) and not isinstance(Named, Meta) else Named
+
+
 def _sum_of_fields(x):
     return sum(getattr(x, field.name) for field in dataclasses.fields(x) if field.name == "width")
 
@@ -610,6 +644,9 @@ ANSWERS = {
     "another function": lambda: 5 if _double != check else 2,
     "a partial": lambda: 5 if PARTIAL == PARTIAL and PARTIAL.func == _double else 2,
     "the type of a function": lambda: 5 if type(_double) is types.FunctionType else 2,
+    "type": lambda: 5 if isinstance(Named, type) and type(Named) is type and issubclass(type(Named), type) else 2,
+    "a class of type": lambda: type("Made", (Named,), {"width": 3}).width + (type(type("Made", (), {})) is type),
+    "a metaclass": lambda: len(_made_by_a_metaclass().__name__),
     "an instance of a function": lambda: 5 if isinstance(_double, types.FunctionType) else 2,
     "the name of a function": lambda: len(_double.__name__) - 3,
     "fields of a dataclass": lambda: _sum_of_fields(WHOLE.part),
