@@ -52,9 +52,6 @@ class Type(type, metaclass=_OfType):
     """``type``, for a mod. It gives the type of what an object of the trace stands for."""
 
 
-Type.__module__, Type.__name__, Type.__qualname__ = "builtins", "type", "type"
-
-
 def _type_of(x):
     found = type(x)
     if isinstance(x, Bound):
@@ -77,3 +74,6 @@ def is_tensor(x):
 
 
 STAND_INS = {isinstance: _isinstance, type: Type, callable: _callable, torch.is_tensor: is_tensor}
+for _asks, _seen in STAND_INS.items():
+    _seen.__name__ = _seen.__qualname__ = _asks.__name__  # for errors
+Type.__module__ = "builtins"

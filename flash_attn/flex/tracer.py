@@ -230,19 +230,30 @@ class Trace:
         with _Mode(self):
             try:
                 return function(*indices)
-            except TypeError as error:
+            except (TypeError, AttributeError, ValueError) as error:
                 self._explain(error, len(indices))
                 raise
 
     def _explain(self, error, num):
-        """Raises a clearer error in place of one of Python or of NumPy, which does not know what a mod may do."""
-        if "does not support ufuncs" in str(error):
-            place = self.where(error.__traceback__)
+        """Raises a clearer error in place of one of Python or of a library, which does not know what a mod may do."""
+        text, place = str(error), self.where(error.__traceback__)
+        if "does not support ufuncs" in text:
             raise TypeError(
                 f"a mod cannot call functions of NumPy on its indices and tensors; use those of torch: {place}"
             ) from error
         if not takes(self.mod, num):
             raise TypeError(f"{PARAMETERS}: {place_of(self.mod)}: {error}") from error
+        if f"{name_of(self.mod)}, " in text or type(error) not in (TypeError, AttributeError, ValueError):
+            return
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        name = frame.f_globals["__name__"]
+        is_ours = name.split(".")[0] == __package__.split(".")[0]
+        if is_of_library(frame) and not (is_ours or isinstance(error, AttributeError)):
+            text = (
+                f"{text}; {name} sees an object of the tracer in place of a captured number or tensor. Give it int(x) "
+                "or float(x), or call it outside of the mod"
+            )
+        raise type(error)(f"{text}: {place}") from error
 
     def callee(self):
         """What is called in place of the mod."""

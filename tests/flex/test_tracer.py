@@ -757,6 +757,38 @@ def test_errors_of_torch_name_the_mod():
     refused(refused_mod, NotImplementedError, "must not write")
 
 
+def _distance(q, k):
+    return q - k
+
+
+BARE, AREA, ROWS, SIDE = types.SimpleNamespace(), Near(2), torch.ones(3, 2), 3
+MISTAKES = {
+    "an attribute of an object": (lambda q: BARE.reach, "'types.SimpleNamespace' object has no attribute 'reach'"),
+    "an attribute of a function": (lambda q: _distance.reach, "'function' object has no attribute 'reach'"),
+    "an attribute of a number": (lambda q: SIDE.reach, "'int' object has no attribute 'reach'"),
+    "a call of a function": (lambda q: _distance(q), r"_distance\(\) missing 1 required positional argument: 'k'"),
+    "a call of a method": (lambda q: AREA.sees(q), r"Near.sees\(\) missing 3 required"),
+    "getattr": (lambda q: getattr(BARE), "getattr expected at least 2 arguments, got 1"),
+    "getattr by a word": (lambda q: getattr(BARE, "x", default=1), r"getattr\(\) takes no keyword"),
+    "isinstance": (lambda q: isinstance(BARE), r"isinstance\(\) missing 1"),
+    "a quotient": (lambda q: fractions.Fraction(SIDE, 2), "fractions sees an object of the tracer .*float.x"),
+    "vmap": (lambda q: torch.vmap(torch.sum)(ROWS)[0], "vmap sees an object of the tracer .*outside of the mod"),
+    "a value": (lambda q: range("far"), "'str' object cannot be interpreted as an integer"),
+}
+
+
+@pytest.mark.parametrize("use, message", MISTAKES.values(), ids=MISTAKES)
+def test_errors_of_python_name_the_mod(use, message):
+    def refused_mod(b, h, q, k):
+        return q >= use(q)
+
+    with pytest.raises(
+        (TypeError, AttributeError, ValueError), match=f"{message}.*: .*refused_mod, .*py, line [0-9]+$"
+    ):
+        tracer.program_of(refused_mod)
+    assert tracer.program_of(lambda b, h, q, k: q >= fractions.Fraction(int(SIDE), 2).numerator)
+
+
 def test_reductions_of_one_element_and_of_none():
     """A value may have no dimension, or a dimension of size 0."""
     table = torch.randn(9, 3)
