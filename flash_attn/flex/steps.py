@@ -101,6 +101,11 @@ class Steps:
         constant = constant if type(constant) is int else self._name(constant)
         return self._append(template.format(f"v{number}", constant), value)
 
+    def write(self, number, name, new):
+        """Sets an attribute of a value to another value. No guard must follow."""
+        setattr(self.values[number], name, self.values[new])
+        self._append(f"setattr(v{number}, {self._name(name)}, v{new})", None)
+
     def guard(self, number, check):
         """The trace holds for mods whose value has the same ``check(value)``. Returns this result."""
         holds = self._computed(check, self.values[number])

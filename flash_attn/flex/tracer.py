@@ -211,6 +211,7 @@ class Trace:
         self._watches = False  # does Python tell of each function that runs?
         self._instances = []  # numbers of objects whose class the mod may ask for
         self._asked = set()  # names of attributes that the mod has computed
+        self._written = {}  # (number of a function, name of an attribute): what the mod has set the attribute to
         self._compared = []  # numbers of values whose stand-ins the mod may compare by `is`
         self.grad_mode = torch.is_grad_enabled()
 
@@ -270,6 +271,7 @@ class Trace:
             node, dtype = self.builder.cast(node, self.score), self.score
         self._guard_classes()
         self._guard_identity()
+        self._write_attributes()
         self.holds_once |= self.steps.has_failed
         program = Program(self, node, dtype)
         bound = [tuple(self.steps.values[i] for i in places) for places in program.places]
@@ -318,11 +320,32 @@ class Trace:
 
     def attribute(self, number, name):
         """An attribute of an object, of a function or of a number of a user's class."""
+        if (number, name) in self._written:
+            return self._written[number, name]
+        if name == "__dict__" and any(number == written for written, _ in self._written):
+            self.fail("a mod must not ask for __dict__ of a function after it has set an attribute")
         try:
             return self.wrap(self.steps.read(number, "getattr({0}, {1})", name, guarded=AttributeError))
         except AttributeError:  # a later one may have it
             self.steps.guard(number, has(name))
             raise
+
+    def write(self, number, name, value):
+        """Sets an attribute of a function when the trace ends, and again in each call."""
+        function = self.steps.values[number]
+        for x in parts_of(value):
+            if not (isinstance(x, (Bound, torch.Tensor, *NUMBERS, *SIMPLE)) or is_object(x)):
+                self.fail(f"a mod must not keep its indices, or an object that it makes, in the attribute {name}")
+            self.holds_once |= isinstance(x, torch.Tensor)  # each function has a tensor of its own
+        if hasattr(getattr(type(function), name, None), "__set__"):  # such as __defaults__
+            self.fail(f"a mod must not set the attribute {name}")
+        self._written[number, name] = value
+
+    def _write_attributes(self):
+        for (number, name), value in self._written.items():
+            plan = _plan(value)
+            new = self.steps.add(lambda values, plan=plan: _fill(plan, values))
+            self.steps.write(number, name, new)
 
     def wrap(self, number):
         """Returns what the copy of the mod shall see instead of a value."""

@@ -405,6 +405,10 @@ class Function(Object):
             return object.__getattribute__(self, name)
         return super().__getattribute__(name)
 
+    def __setattr__(self, name, value):
+        get = object.__getattribute__
+        get(self, "_trace").write(get(self, "_number"), name, value)
+
     def __hash__(self):
         object.__getattribute__(self, "_trace").holds_once = True  # the next mod may have made the function again
         return super().__hash__()

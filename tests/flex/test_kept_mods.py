@@ -808,3 +808,60 @@ def test_abstract_classes_ask_the_function_itself():
     want = torch.arange(8) <= torch.arange(8)[:, None] // 2
     for _ in range(2):
         assert torch.equal(create_mask(mod, 1, 1, 8, 8, "cpu")[0, 0], want)
+
+
+# ---- attributes that a mod sets --------------------------------------------------------------------------------------
+
+
+def _counting(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        wrapper.calls += 1
+        wrapper.last = (function, wrapper.calls, "far")
+        return function(*args)
+
+    wrapper.calls = 0
+    return wrapper
+
+
+def _widths():
+    if not hasattr(_widths, "known"):
+        _widths.known = torch.arange(3)
+    return _widths.known
+
+
+def test_an_attribute_of_a_function_is_set_in_each_call():
+    mod = _counting(lambda b, h, q, k: q - k <= LENGTH)
+    assert traces(lambda: [evaluated(mod, SHAPE) for _ in range(3)]) == 1
+    assert mod.calls == 3 and mod.last == (mod.__wrapped__, 3, "far")
+
+    def turns(b, h, q, k):
+        turns.calls += 1
+        return q >= k if turns.calls % 2 else q <= k
+
+    turns.calls = 0
+    odd, even = expected(lambda b, h, q, k: q >= k, SHAPE), expected(lambda b, h, q, k: q <= k, SHAPE)
+    for want in (odd, even, odd, even):
+        assert torch.equal(evaluated(turns, SHAPE), want)
+
+
+def test_a_function_may_keep_what_it_has_computed():
+    def run():
+        for _ in range(4):
+            check(lambda b, h, q, k: q - k <= _widths()[2])
+
+    assert traces(run) == 2
+    assert torch.equal(vars(_widths).pop("known"), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "name, value", [("last", lambda q: q), ("last", lambda q: [Width()]), ("__defaults__", lambda q: ())]
+)
+def test_an_attribute_that_a_mod_must_not_set(name, value):
+    def mod(b, h, q, k):
+        setattr(_double, name, value(q))
+        return q >= k
+
+    with pytest.raises(NotImplementedError, match=f"a mod must not .* the attribute {name}: .*mod, .*line"):
+        create_mask(mod, 1, 1, 8, 8, "cpu")
+    assert _double.__defaults__ is None and not hasattr(_double, "last")
