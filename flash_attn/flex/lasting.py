@@ -18,8 +18,8 @@ _STANDARD = {"abc", "builtins", "cmath", "collections", "contextlib", "copy", "d
 _STANDARD |= {"fractions", "functools", "itertools", "math", "numbers", "operator", "statistics", "string", "types"}
 _STANDARD |= {"typing", "warnings"}
 _CONSTANT = {*_STANDARD, "torch", "numpy", _OURS}  # and whose functions give the same each time
-ANYWHERE = {"__builtins__", "__getattribute__", "__globals__", "__import__"}  # attributes that lead to anything
-_UNSEEN = {"globals", "locals", "eval", "exec", "dir", "open", "input", "attrgetter", "methodcaller", "__import__"}
+ANYWHERE = {"__builtins__", "__getattribute__", "__globals__"}  # attributes that lead to anything
+_UNSEEN = {"globals", "locals", "eval", "exec", "dir", "open", "input", "attrgetter", "methodcaller"}
 _SETTINGS = {  # modules of torch and NumPy
     "accelerator", "amp", "autograd", "backends", "compiler", "cpu", "cuda", "distributed", "mps", "random", "utils",
     "xpu",
@@ -119,6 +119,12 @@ _PURE = (types.MemberDescriptorType, types.GetSetDescriptorType, type(collection
 _METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _ANY_NAME = {"__dict__", "format", "format_map"}  # attributes that read others; "{0.width}".format(x) reads x.width
 _OF_FUNCTIONS = {"__closure__", "__code__", "__defaults__", "__kwdefaults__"}  # attributes that may change
+
+
+def has_functions(cls):
+    """Has a class anything that may run, other than what a library has?"""
+    bases = [vars(base) for base in cls.__mro__ if not is_known(base)]
+    return any(callable(what) or isinstance(what, _METHODS) for base in bases for what in base.values())
 
 
 def is_of_library(frame):

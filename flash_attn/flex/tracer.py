@@ -27,6 +27,7 @@ from .known import STAND_INS, Module
 from .lasting import (
     ANYWHERE,
     found_in,
+    has_functions,
     is_as_it_is,
     is_builtin,
     is_constant,
@@ -205,8 +206,8 @@ class Trace:
         self._codes, self._shared = set(), {}  # by id of a value: its number, and what the copy of the mod sees
         self._modules = {}  # of libraries
         self._stand_ins = {ask: functools.partial(self._ask, ask) for ask in (getattr, hasattr)} | STAND_INS
-        self._builtins = dict(vars(builtins), __import__=self._import)  # of the copy
-        self._builtins.update((ask.__name__, seen) for ask, seen in self._stand_ins.items())
+        self._stand_ins[__import__] = self._import
+        self._builtins = vars(builtins) | {ask.__name__: seen for ask, seen in self._stand_ins.items()}  # of the copy
         self._classes = []  # (number of a class or of an instance, function of it that gives the class)
         self._watches = False  # does Python tell of each function that runs?
         self._instances = []  # numbers of objects whose class the mod may ask for
@@ -477,8 +478,10 @@ class Trace:
 
     def _see_class(self, number, class_of):
         """The mod may call what the class of a value has. No copy is made of it, so it may read anything."""
-        if not is_known(class_of(self.steps.values[number])):
+        seen = class_of(self.steps.values[number])
+        if not is_known(seen):
             self._classes.append((number, class_of))
+        if has_functions(seen):
             self._watch()
 
     def _watch(self):

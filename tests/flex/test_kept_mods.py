@@ -300,6 +300,13 @@ def class_of_an_object():
     return lambda b, h, q, k: q - k <= near.__class__().width, lambda: globals().update(WIDTH=5)
 
 
+def class_of_a_class():
+    class Config:
+        inner = Near
+
+    return lambda b, h, q, k: q - k <= Config.inner().width, lambda: globals().update(WIDTH=5)
+
+
 def computed_class_of_an_object():
     near, name = Near(), ["class"]
     return lambda b, h, q, k: q - k <= getattr(near, f"__{name[0]}__")().width, lambda: globals().update(WIDTH=5)
@@ -521,12 +528,12 @@ CHANGES = [
     value_of_an_enum, attribute_of_an_enum, attribute_of_an_int, attribute_of_a_string, constructor,
     operator_of_a_class, item_of_a_class, attribute_of_a_function_of_a_class, defaults_of_a_function_of_a_class,
     forward_of_a_module, missing_member_of_an_enum, string_of_an_enum, format_of_a_class, class_of_an_object,
-    computed_class_of_an_object, factory_of_a_dataclass, object_as_a_key, function_as_a_key, type_of_a_key,
-    hash_of_an_object, equality_of_functions, equality_with_a_number, global_name, wrapped_function_of_torch,
-    name_of_builtins, precision_of_products, precision_by_another_name, setting_by_a_captured_module,
-    global_name_by_builtins, computed_name_by_builtins, generator, fields_of_a_dataclass, copy_of_an_object,
-    changed_dataclass, flag_of_a_backend, seed, precision_of_decimals, precision_of_a_captured_class,
-    limits_of_the_default_dtype, default_dtype,
+    class_of_a_class, computed_class_of_an_object, factory_of_a_dataclass, object_as_a_key, function_as_a_key,
+    type_of_a_key, hash_of_an_object, equality_of_functions, equality_with_a_number, global_name,
+    wrapped_function_of_torch, name_of_builtins, precision_of_products, precision_by_another_name,
+    setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins, generator,
+    fields_of_a_dataclass, copy_of_an_object, changed_dataclass, flag_of_a_backend, seed, precision_of_decimals,
+    precision_of_a_captured_class, limits_of_the_default_dtype, default_dtype,
 ]  # fmt: skip
 
 
