@@ -12,20 +12,16 @@ import torch
 
 from .steps import NUMBERS, SIMPLE, exact
 
-_OURS = __name__.split(".")[0]
-_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", _OURS}  # packages whose names never change
-_STANDARD = {"abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum"}
-_STANDARD |= {"fractions", "functools", "itertools", "math", "numbers", "operator", "statistics", "string", "types"}
-_STANDARD |= {"typing", "warnings"}
-_CONSTANT = {*_STANDARD, "torch", "numpy", _OURS}  # and whose functions give the same each time
+_KNOWN = {*sys.stdlib_module_names, "torch", "numpy", __name__.split(".")[0]}  # packages whose names never change
+_CONSTANT = {"torch", "numpy", __name__.split(".")[0], "abc", "builtins", "cmath", "collections", "contextlib", "copy"}
+_CONSTANT |= {"dataclasses", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator"}
+_CONSTANT |= {"statistics", "string", "types", "typing", "warnings"}  # and whose functions give the same each time
 ANYWHERE = {"__builtins__", "__getattribute__", "__globals__"}  # attributes that lead to anything
 _UNSEEN = {"globals", "locals", "eval", "exec", "dir", "open", "input", "attrgetter", "methodcaller"}
 _SETTINGS = {  # modules of torch and NumPy
     "accelerator", "amp", "autograd", "backends", "compiler", "cpu", "cuda", "distributed", "mps", "random", "utils",
     "xpu",
 }  # fmt: skip
-
-
 _NAMED = (*NUMBERS, *SIMPLE, type(NotImplemented), torch.layout, torch.memory_format)
 
 
@@ -78,7 +74,7 @@ def is_of_torch(function):
 
 def is_as_it_is(function):
     """Does a function of a library need no copy?"""
-    return _module_of(function).split(".")[0] in {*_STANDARD, "torch"} and not function.__closure__
+    return _module_of(function).split(".")[0] in ("copy", "dataclasses", "torch") and not function.__closure__
 
 
 def is_builtin(name):
@@ -157,6 +153,8 @@ def found_in(value, names, is_first=False):
     found, bases = [], [base for base in value.__mro__ if not is_known(base)]
     if is_first and bases and not (names.isdisjoint(_ANY_NAME) and is_known(type(value))):
         return None
+    if is_first and issubclass(value, enum.Enum) and not all(map(is_fixed, value.__members__.values())):
+        return None  # the mod may find a member by its name or its value
     for base in bases:
         if is_first and not _has_fixed_defaults(base):
             return None

@@ -249,7 +249,7 @@ class Trace:
             return
         *_, (frame, _) = walk_tb(error.__traceback__)
         name = frame.f_globals["__name__"]
-        is_ours = name.split(".")[0] == __package__.split(".")[0]
+        is_ours = frame.f_builtins is self._builtins or name.split(".")[0] == __package__.split(".")[0]
         if is_of_library(frame) and not (is_ours or isinstance(error, AttributeError)):
             text = (
                 f"{text}; {name} sees an object of the tracer in place of a captured number or tensor. Give it int(x) "

@@ -178,6 +178,14 @@ def value_of_an_enum():
     return lambda b, h, q, k: q - k <= Widths.FAR.value[0], lambda: Widths.FAR.value.__setitem__(0, 5)
 
 
+def value_of_a_computed_member():
+    class Widths(enum.Enum):
+        FAR = [2]
+
+    name = ["FAR"]
+    return lambda b, h, q, k: q - k <= Widths[name[0]].value[0], lambda: Widths.FAR.value.__setitem__(0, 5)
+
+
 def attribute_of_an_enum():
     class Widths(enum.Enum):
         FAR = 1
@@ -525,15 +533,15 @@ CHANGES = [
     quotient, quotient_that_fails_later, place_of_a_tensor, view_of_a_tensor, number_of_a_tensor,
     property_of_an_object, length_of_an_object, large_number, attribute_of_a_function, memory_of_a_tensor,
     member_among_equals, member_of_a_class_among_equals, computed_name_of_a_class, sign_of_zero_of_a_class,
-    value_of_an_enum, attribute_of_an_enum, attribute_of_an_int, attribute_of_a_string, constructor,
-    operator_of_a_class, item_of_a_class, attribute_of_a_function_of_a_class, defaults_of_a_function_of_a_class,
-    forward_of_a_module, missing_member_of_an_enum, string_of_an_enum, format_of_a_class, class_of_an_object,
-    class_of_a_class, computed_class_of_an_object, factory_of_a_dataclass, object_as_a_key, function_as_a_key,
-    type_of_a_key, hash_of_an_object, equality_of_functions, equality_with_a_number, global_name,
-    wrapped_function_of_torch, name_of_builtins, precision_of_products, precision_by_another_name,
-    setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins, generator,
-    fields_of_a_dataclass, copy_of_an_object, changed_dataclass, flag_of_a_backend, seed, precision_of_decimals,
-    precision_of_a_captured_class, limits_of_the_default_dtype, default_dtype,
+    value_of_an_enum, value_of_a_computed_member, attribute_of_an_enum, attribute_of_an_int, attribute_of_a_string,
+    constructor, operator_of_a_class, item_of_a_class, attribute_of_a_function_of_a_class,
+    defaults_of_a_function_of_a_class, forward_of_a_module, missing_member_of_an_enum, string_of_an_enum,
+    format_of_a_class, class_of_an_object, class_of_a_class, computed_class_of_an_object, factory_of_a_dataclass,
+    object_as_a_key, function_as_a_key, type_of_a_key, hash_of_an_object, equality_of_functions,
+    equality_with_a_number, global_name, wrapped_function_of_torch, name_of_builtins, precision_of_products,
+    precision_by_another_name, setting_by_a_captured_module, global_name_by_builtins, computed_name_by_builtins,
+    generator, fields_of_a_dataclass, copy_of_an_object, changed_dataclass, flag_of_a_backend, seed,
+    precision_of_decimals, precision_of_a_captured_class, limits_of_the_default_dtype, default_dtype,
 ]  # fmt: skip
 
 
