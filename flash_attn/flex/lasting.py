@@ -13,9 +13,9 @@ import torch
 from .steps import NUMBERS, SIMPLE, exact
 
 _KNOWN = {*sys.stdlib_module_names, "torch", "numpy", __name__.split(".")[0]}  # packages whose names never change
-_CONSTANT = {"torch", "numpy", __name__.split(".")[0], "abc", "builtins", "cmath", "collections", "contextlib", "copy"}
-_CONSTANT |= {"dataclasses", "enum", "fractions", "functools", "itertools", "math", "numbers", "operator"}
-_CONSTANT |= {"statistics", "string", "types", "typing", "warnings"}  # and whose functions give the same each time
+_CONSTANT = {"torch", "numpy", __name__.split(".")[0], "abc", "argparse", "builtins", "cmath", "collections"}
+_CONSTANT |= {"contextlib", "copy", "dataclasses", "enum", "fractions", "functools", "itertools", "math", "numbers"}
+_CONSTANT |= {"operator", "statistics", "string", "types", "typing", "warnings"}  # and whose functions give the same
 ANYWHERE = {"__builtins__", "__getattribute__", "__globals__"}  # attributes that lead to anything
 _UNSEEN = {"globals", "locals", "eval", "exec", "dir", "open", "input", "attrgetter", "methodcaller"}
 _SETTINGS = {  # modules of torch and NumPy

@@ -209,7 +209,7 @@ class Trace:
         self._stand_ins[__import__] = self._import
         self._builtins = vars(builtins) | {ask.__name__: seen for ask, seen in self._stand_ins.items()}  # of the copy
         self._classes = []  # (number of a class or of an instance, function of it that gives the class)
-        self._watches = False  # does Python tell of each function that runs?
+        self._watches = False  # is _notice called for each function that runs?
         self._instances = []  # numbers of objects whose class the mod may ask for
         self._asked = set()  # names of attributes that the mod has computed
         self._written = {}  # (number of a function, name of an attribute): what the mod has set the attribute to
@@ -485,6 +485,7 @@ class Trace:
             self._watch()
 
     def _watch(self):
+        """From here on Python tells of each function that runs."""
         if not (self._watches or self.holds_once):
             self._watches = sys.getprofile() is None
             self.holds_once |= not self._watches  # another profiler has the place
@@ -492,7 +493,7 @@ class Trace:
                 sys.setprofile(self._notice)
 
     def _notice(self, frame, event, _):
-        """A function runs. It is a copy, or of a library, or runs again in each call, or may read anything."""
+        """A function runs. What it reads is not known, unless it is a copy, is of a library or runs in each call."""
         if event != "call" or self.steps.computes or is_of_library(frame):
             return
         if frame.f_builtins is not self._builtins:

@@ -10,6 +10,7 @@ import dataclasses
 import decimal
 import enum
 import functools
+import sys
 import types
 
 import pytest
@@ -811,6 +812,31 @@ def test_plain_values_need_no_second_trace(name):
             check(lambda b, h, q, k: compare(q, k))  # noqa: B023
 
     assert traces(run) == 1
+
+
+def test_a_profiler_keeps_its_place():
+    """The trace cannot watch what runs then, so the mod is traced for each call."""
+    built, events = Built(), []
+
+    def mod(b, h, q, k):
+        return q - k <= built.wide if isinstance(built, Built) else q <= k
+
+    def profiler(*event):
+        events.append(event)
+
+    def run():
+        for _ in range(2):
+            evaluated(mod, SHAPE)
+
+    sys.setprofile(profiler)
+    try:
+        num = traces(run)
+        is_kept = sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    assert num == 2 and is_kept and events
+    assert traces(run) == 1 and sys.getprofile() is None
+    check(mod)
 
 
 def test_abstract_classes_ask_the_function_itself():
