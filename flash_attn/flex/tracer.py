@@ -285,7 +285,8 @@ class Trace:
         """Says in which mod and line the trace is, or was when an exception with this traceback was raised."""
         frames = walk_stack(sys._getframe(1)) if traceback is None else [*walk_tb(traceback)][::-1]
         for frame, line in frames:
-            if frame.f_code in self._codes and frame.f_code.co_filename != FUNCTIONS:
+            is_of_mod = any(frame.f_code is code for code in self._codes)  # codes of Dynamo may have no hash
+            if is_of_mod and frame.f_code.co_filename != FUNCTIONS:
                 return f"{name_of(self.mod)}, {frame.f_code.co_filename}, line {line}"
         return place_of(self.mod)
 

@@ -207,3 +207,18 @@ def test_a_mod_that_is_refused_is_named_without_fullgraph(mod):
     q = torch.randn(1, 1, 9, 8)
     with pytest.raises(NotImplementedError, match="a mod cannot use (lgamma|cumsum).*test_flex_compile.py, line"):
         torch.compile(lambda: flex_attention(q, q, q, mod), backend="eager")()
+
+
+def test_a_mod_that_only_dynamo_refuses_runs_without_fullgraph():
+    def counts(score, b, h, i, j):
+        counts.calls += 1
+        return score * 2
+
+    counts.calls = 0
+    torch._dynamo.reset()
+    q = torch.randn(1, 1, 9, 8)
+    compiled = torch.compile(lambda: flex_attention(q, q, q, counts), backend="eager")
+    want = flex_attention(q, q, q, lambda score, b, h, i, j: score * 2)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(), want)
+    assert counts.calls == 2
