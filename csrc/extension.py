@@ -41,6 +41,8 @@ OWN = {
         "torch/module_2.c",
         "torch/positional.c",
         "torch/sdpa.c",
+        "torch/sdpa_keys.c",
+        "torch/sdpa_tensors.c",
     },
     3: {
         "cpu/quantize.c",

@@ -136,7 +136,8 @@ DEVICE unsigned pairs_that_see(const mods &mod, int len_q, int len_kv, int x, in
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int row = x + e / 2 * 8, column = y + 8 * n + e % 2;
-            const int i = min(ROWS_ARE_KEYS ? column : row, len_q - 1), j = min(ROWS_ARE_KEYS ? row : column, len_kv - 1);
+            const int i = min(ROWS_ARE_KEYS ? column : row, len_q - 1),
+                      j = min(ROWS_ARE_KEYS ? row : column, len_kv - 1);
             seen |= (unsigned)mod.template sees<KIND>(i, j) << (4 * n + e);
         }
     return seen;

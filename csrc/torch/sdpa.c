@@ -16,18 +16,16 @@
  * not active. */
 #include "sdpa.h"
 
-#include <float.h>
-#include <math.h>
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
-#include "cpu/convert.h"
 #include "execute.h"
 #include "machine.h"
 #include "ops.h"
 #include "plans.h"
+#include "sdpa_keys.h"
+#include "sdpa_tensors.h"
 #include "system/lock.h"
 
 static atomic_bool is_active; /* otherwise kernels that stayed hand their calls on */
@@ -102,6 +100,10 @@ static fa_status torch_said(AOTITorchError code, int num, fa_outputs *outputs, f
     return fa_fail(err, FA_EINVAL, "PyTorch's own kernel refused the call, and printed why");
 }
 
+static bool is_deterministic(void) {
+    return !torchs.context || !torchs.is_deterministic || torchs.is_deterministic(torchs.context());
+}
+
 /* ---- which kernel ------------------------------------------------------------------------------------------------ */
 
 #if defined(__aarch64__) || defined(_M_ARM64)
@@ -134,187 +136,16 @@ static fa_status hand_on(fa_error *err) {
     return FA_EUNSUPPORTED;
 }
 
-/* ---- tensors in torch's form ------------------------------------------------------------------------------------- */
-
-/* A tensor with dimensions 1 and 2 exchanged. The struct holds the sizes, so it must not move. */
-typedef struct {
-    int64_t size[4], stride[4];
-} exchanged;
-
-static void exchange(fa_tensor *t, exchanged *room) {
-    static const int from[4] = {0, 2, 1, 3};
-    if (!present(t) || t->ndim != 4) return;
-    for (int i = 0; i < 4; i++) room->size[i] = t->size[from[i]], room->stride[i] = t->stride[from[i]];
-    t->size = room->size, t->stride = room->stride;
-}
-
-/* Makes a tensor of the sizes of `like`, with its strides or, in the order [b, len, h, d], without gaps. */
-static fa_status make_like(const fa_tensor *like, bool keeps_strides, fa_tensor *t, fa_error *err) {
-    int64_t stride[4];
-    fa_outputs made = {.num = 0};
-    void *data;
-    if (keeps_strides) {
-        fa_empty_like_strides(like, stride);
-    } else {
-        static const int inner_first[4] = {3, 1, 2, 0};
-        int64_t step = 1;
-        for (int i = 0; i < 4; i++) {
-            stride[inner_first[i]] = step;
-            step *= like->size[inner_first[i]] > 1 ? like->size[inner_first[i]] : 1;
-        }
-    }
-    fa_status status = fa_make_output(&made, like, 4, like->size, stride, like->dtype, &data, err);
-    if (status != FA_OK) {
-        fa_drop_outputs(&made);
-        return status;
-    }
-    fa_tensor_read(made.tensor[0], t);
-    t->data = data;
-    return FA_OK;
-}
-
-static void drop(fa_tensor *t) {
-    if (t->handle) fa_torch.aoti_torch_delete_tensor_object(t->handle);
-    t->handle = NULL;
-}
-
-/* Makes a copy without gaps if the last dimension has any, as the gradient of a sum has. *copy owns it, or is NULL. */
-static fa_status close_gaps(fa_tensor *t, tensor *copy, fa_error *err) {
-    fa_tensor made = {.name = t->name};
-    int64_t stride[4], step = 1;
-    fa_outputs outputs = {.num = 0};
-    void *data;
-    *copy = NULL;
-    if (last_dim_contiguous(t) || t->ndim > 4 || !fa_torch.aoti_torch_copy_) return FA_OK;
-    for (int64_t i = t->ndim - 1; i >= 0; i--) stride[i] = step, step *= t->size[i] > 1 ? t->size[i] : 1;
-    TRY(fa_make_output(&outputs, t, t->ndim, t->size, stride, t->dtype, &data, err));
-    if (fa_torch.aoti_torch_copy_(outputs.tensor[0], t->handle, 0) != 0) {
-        fa_drop_outputs(&outputs);
-        return fa_fail(err, FA_ENOMEM, "torch could not copy %s", t->name);
-    }
-    *copy = outputs.tensor[0];
-    fa_tensor_read(*copy, &made);
-    made.data = data;
-    *t = made;
-    return FA_OK;
-}
+/* ---- scaled_dot_product_attention, forward ----------------------------------------------------------------------- */
 
 static bool has_four_dims(const fa_call *c) { return c->q.ndim == 4 && c->k.ndim == 4 && c->v.ndim == 4; }
-
-/* torch's causal mask on the CPU begins at the top left: query i sees keys up to i. With as many keys as queries, or
- * fewer, this is a window. Keys behind the last query's are not seen at all, so the call does without them. */
-static void align_top_left(fa_call *c, int64_t *bias_size) {
-    int64_t len_q = c->q.size[1], len_kv = c->k.size[1];
-    if (!c->causal) return;
-    c->causal = false;
-    c->window_left = -1, c->window_right = 0;
-    if (len_q >= len_kv) {
-        c->window_right = len_q - len_kv;
-        return;
-    }
-    fa_tensor *const keys[] = {&c->k, &c->v, &c->dk, &c->dv}, *bias = &c->attn_bias;
-    for (int i = 0; i < 4; i++)
-        if (present(keys[i])) ((int64_t *)keys[i]->size)[1] = len_q; /* the sizes are those of `exchanged` */
-    if (!present(bias) || bias->ndim > 4 || bias->size[bias->ndim - 1] != len_kv) return;
-    memcpy(bias_size, bias->size, (size_t)bias->ndim * sizeof *bias_size);
-    bias_size[bias->ndim - 1] = len_q;
-    bias->size = bias_size;
-}
-
-/* ---- masks of keys ----------------------------------------------------------------------------------------------- */
-
-/* A mask that is the same for all heads and rows, and hides keys at the beginning and the end: padding. Then the call
- * does without the hidden keys, and mostly without the mask. */
-typedef struct {
-    int32_t *first, *end; /* [b] */
-    int32_t room[128];
-} key_mask;
-
-enum { MOST_IN_ROOM = 64 };
-
-static void forget_keys(key_mask *m) {
-    if (m->first && m->first != m->room) free(m->first);
-}
-
-/* Numbers below this hide a key as -inf does, if another key of the row has a number above -1e30. */
-#define HIDES -1e37f
-
-static float bias_at(const fa_tensor *t, int64_t at) {
-    return fa_load_element(t->data, at,
-                           t->dtype == fa_torch.f32   ? FA_F32
-                           : t->dtype == fa_torch.f16 ? FA_F16
-                                                      : FA_BF16);
-}
-
-static bool has_equal_rows(const fa_tensor *t, int64_t at, int64_t rows, int64_t keys) {
-    const int64_t bytes = bytes_of_dtype(t->dtype), stride = t->stride[t->ndim - 2];
-    const char *first = (const char *)t->data + at * bytes;
-    for (int64_t i = 1; i < rows && stride != 0; i++)
-        if (memcmp(first, first + i * stride * bytes, (size_t)(keys * bytes)) != 0) return false;
-    return true;
-}
-
-/* Finds the keys [*first, *end) of one batch that are not hidden. Returns whether all their numbers are 0. */
-static bool find_seen_keys(const fa_tensor *t, int64_t at, int64_t keys, int32_t *first, int32_t *end) {
-    float most = -INFINITY;
-    bool all_zero = true;
-    for (int64_t j = 0; j < keys; j++) {
-        const float bias = bias_at(t, at + j);
-        if (bias > most || bias != bias) most = bias;
-    }
-    const float hides = most > -1e30f ? HIDES : -FLT_MAX; /* a NaN hides nothing */
-    int64_t j = 0, stop = keys;
-    while (j < stop && bias_at(t, at + j) < hides) j++;
-    while (j < stop && bias_at(t, at + stop - 1) < hides) stop--;
-    *first = (int32_t)j, *end = (int32_t)stop;
-    for (; j < stop; j++) all_zero &= bias_at(t, at + j) == 0;
-    return all_zero;
-}
-
-/* Leaves hidden keys out. FA_OK also if the mask is of another kind, and stays. Beside a causal mask it stays, too: the
- * diagonal would follow the keys that are left. */
-static fa_status read_key_mask(fa_call *c, key_mask *m, fa_error *err) {
-    const fa_tensor *t = &c->attn_bias;
-    const int64_t b = c->q.size[0], len_q = c->q.size[1], len_kv = c->k.size[1], n = t->ndim;
-    m->first = NULL;
-    if (!present(t) || c->window_right >= 0 || (n != 2 && n != 4) || is_empty(t) || len_kv >= INT32_MAX) return FA_OK;
-    if (t->dtype != fa_torch.f32 && t->dtype != fa_torch.f16 && t->dtype != fa_torch.bf16) return FA_OK;
-    const int64_t rows = t->size[n - 2], of_b = n == 4 && t->size[0] > 1 ? t->stride[0] : 0;
-    const bool is_shared = n == 2 || t->size[1] == 1 || t->stride[1] == 0;
-    if (!is_shared || t->size[n - 1] != len_kv || (len_kv > 1 && t->stride[n - 1] != 1) || (rows != 1 && rows != len_q))
-        return FA_OK;
-    if (n == 4 && t->size[0] != 1 && t->size[0] != b) return FA_OK;
-    const int64_t num = of_b == 0 ? 1 : b;
-    for (int64_t i = 0; i < num; i++)
-        if (!has_equal_rows(t, i * of_b, rows, len_kv)) return FA_OK;
-    m->first = b <= MOST_IN_ROOM ? m->room : malloc(2 * (size_t)b * sizeof *m->first);
-    if (!m->first) return fa_fail(err, FA_ENOMEM, "no memory for the lengths of %lld sequences", (long long)b);
-    m->end = m->first + b;
-    bool all_zero = true;
-    for (int64_t i = 0; i < b; i++) {
-        if (i < num)
-            all_zero &= find_seen_keys(t, i * of_b, len_kv, &m->first[i], &m->end[i]);
-        else
-            m->first[i] = m->first[0], m->end[i] = m->end[0];
-    }
-    c->first_key = m->first, c->end_key = m->end;
-    c->max_seqlen_k = len_kv;
-    if (all_zero) c->attn_bias = (fa_tensor){.name = t->name};
-    return FA_OK;
-}
-
-static bool is_deterministic(void) {
-    return !torchs.context || !torchs.is_deterministic || torchs.is_deterministic(torchs.context());
-}
-
-/* ---- scaled_dot_product_attention, forward ----------------------------------------------------------------------- */
 
 /* Makes out in torch's form and computes. outputs: lse, and with dropout what our forward returns of it. */
 static fa_status forward(const fa_call *given, bool is_for_cpu, fa_tensor *out, fa_outputs *outputs, fa_error *err) {
     fa_call c = *given;
-    exchanged q, k, v, o;
+    fa_exchanged q, k, v, o;
     int64_t bias_size[4];
-    key_mask seen = {.first = NULL};
+    fa_key_mask seen = {.first = NULL};
     *out = (fa_tensor){.name = "out"};
     outputs->num = 0;
     REQUIRE(has_four_dims(given), "query, key and value must have 4 dimensions");
@@ -323,19 +154,19 @@ static fa_status forward(const fa_call *given, bool is_for_cpu, fa_tensor *out, 
     REQUIRE(!is_for_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
     REQUIRE(!given->return_debug_mask, "return_debug_mask must be false");
     REQUIRE(!is_for_cpu || !is_better_in_torch(given), WHY_TORCH_IS_TAKEN);
-    TRY(make_like(&given->q, !is_for_cpu || cpu_out_is_like_q, out, err));
+    TRY(fa_make_like(&given->q, !is_for_cpu || cpu_out_is_like_q, out, err));
     c.out = *out;
     c.fresh_out = c.is_aten = true;
     c.is_for_cpu = is_for_cpu;
     c.window_left = c.window_right = -1;
     c.num_splits = 0;
     c.has_dropout = c.dropout_p > 0;
-    exchange(&c.q, &q), exchange(&c.k, &k), exchange(&c.v, &v), exchange(&c.out, &o);
-    if (is_for_cpu) align_top_left(&c, bias_size);
-    fa_status status = is_for_cpu ? read_key_mask(&c, &seen, err) : FA_OK;
+    fa_exchange(&c.q, &q), fa_exchange(&c.k, &k), fa_exchange(&c.v, &v), fa_exchange(&c.out, &o);
+    if (is_for_cpu) fa_align_top_left(&c, bias_size);
+    fa_status status = is_for_cpu ? fa_read_key_mask(&c, &seen, err) : FA_OK;
     if (status == FA_OK) status = fa_execute(&c, outputs, err);
-    forget_keys(&seen);
-    if (status != FA_OK) drop(out);
+    fa_forget_keys(&seen);
+    if (status != FA_OK) fa_drop_tensor(out);
     return status;
 }
 
@@ -424,7 +255,7 @@ static fa_status execute_cuda_forward(const fa_call *c, fa_outputs *outputs, fa_
 
 /* The call left out the keys that no query sees: those behind `end`, and those that a mask of keys hides. Their
  * gradients are zero. */
-static void clear_unseen_keys(const fa_tensor *t, int64_t end, const key_mask *seen) {
+static void clear_unseen_keys(const fa_tensor *t, int64_t end, const fa_key_mask *seen) {
     const int64_t bytes = bytes_of_dtype(t->dtype);
     for (int64_t b = 0; b < t->size[0]; b++) {
         const int64_t first_seen = seen->first ? seen->first[b] : 0, end_seen = seen->first ? seen->end[b] : end;
@@ -442,10 +273,10 @@ static fa_status backward(const fa_call *given, bool is_for_cpu, fa_tensor grads
     static const char *const names[] = {"dq", "dk", "dv"};
     const fa_tensor *inputs[] = {&given->q, &given->k, &given->v};
     fa_call c = *given;
-    exchanged rooms[8];
+    fa_exchanged rooms[8];
     fa_outputs outputs = {.num = 0};
     int64_t bias_size[4];
-    key_mask seen = {.first = NULL};
+    fa_key_mask seen = {.first = NULL};
     tensor dout = NULL;
     const bool keeps_strides = is_for_cpu ? cpu_grads_are_like_inputs : cuda_grads_are_like_inputs;
     fa_status status = FA_OK;
@@ -455,8 +286,8 @@ static fa_status backward(const fa_call *given, bool is_for_cpu, fa_tensor grads
     REQUIRE(!is_for_cpu || given->q.dtype != fa_torch.f64,
             "fp64 has an fp64 lse, and the kernels here read an fp32 lse");
     REQUIRE(!is_for_cpu || given->dropout_p == 0, "on the CPU dropout_p must be 0; it is %g", given->dropout_p);
-    for (int i = 0; i < 3 && status == FA_OK; i++) status = make_like(inputs[i], keeps_strides, &grads[i], err);
-    if (status == FA_OK) status = close_gaps(&c.dout, &dout, err);
+    for (int i = 0; i < 3 && status == FA_OK; i++) status = fa_make_like(inputs[i], keeps_strides, &grads[i], err);
+    if (status == FA_OK) status = fa_close_gaps(&c.dout, &dout, err);
     if (status == FA_OK) {
         c.dq = grads[0], c.dk = grads[1], c.dv = grads[2];
         c.fresh_out = c.is_aten = true;
@@ -465,17 +296,17 @@ static fa_status backward(const fa_call *given, bool is_for_cpu, fa_tensor grads
         c.rng_state.dtype = fa_torch.i64;
         c.deterministic = !is_for_cpu && is_deterministic();
         fa_tensor *const all[] = {&c.q, &c.k, &c.v, &c.out, &c.dout, &c.dq, &c.dk, &c.dv};
-        for (int i = 0; i < 8; i++) exchange(all[i], &rooms[i]);
-        if (is_for_cpu) align_top_left(&c, bias_size);
-        if (is_for_cpu) status = read_key_mask(&c, &seen, err);
+        for (int i = 0; i < 8; i++) fa_exchange(all[i], &rooms[i]);
+        if (is_for_cpu) fa_align_top_left(&c, bias_size);
+        if (is_for_cpu) status = fa_read_key_mask(&c, &seen, err);
         if (status == FA_OK) status = fa_execute(&c, &outputs, err);
         if (is_for_cpu && status == FA_OK && !fa_plan_only())
             for (int i = 1; i < 3; i++) clear_unseen_keys(&grads[i], c.k.size[1], &seen);
-        forget_keys(&seen);
+        fa_forget_keys(&seen);
     }
     fa_drop_outputs(&outputs);
     if (dout) fa_torch.aoti_torch_delete_tensor_object(dout);
-    for (int i = 0; i < 3 && status != FA_OK; i++) drop(&grads[i]);
+    for (int i = 0; i < 3 && status != FA_OK; i++) fa_drop_tensor(&grads[i]);
     return status;
 }
 
@@ -567,7 +398,7 @@ static fa_status execute_flash_backward(const fa_call *given, fa_outputs *output
     fa_tensor *const grads[] = {&c.dq, &c.dk, &c.dv};
     tensor dout = NULL;
     fa_outputs results = {.num = 0}, unused = {.num = 0};
-    fa_status status = close_gaps(&c.dout, &dout, err);
+    fa_status status = fa_close_gaps(&c.dout, &dout, err);
     for (int i = 0; i < 3 && status == FA_OK; i++) {
         int64_t stride[4];
         void *data = NULL;

@@ -82,7 +82,8 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     FILE *file = open_memstream(text, &bytes);
     (void)err, (void)is_wide, (void)has_hidden, (void)has_max, (void)no_blocks;
     fprintf(file, "#include \"flex_values.cuh\"\n");
-    fprintf(file, "#define FLEX_SCORE %d\n#define FLEX_MASK %d\n#define FLEX_DERIVATIVE %d\n#define FLEX_SUMS 1\n"
+    fprintf(file,
+            "#define FLEX_SCORE %d\n#define FLEX_MASK %d\n#define FLEX_DERIVATIVE %d\n#define FLEX_SUMS 1\n"
             "#define FLEX_LONG_MASK 0\n",
             score != NULL, mask != NULL, derivative != NULL);
     fprintf(file, "struct flex_values {\n    long long words[%d];\n};\n", NUM_WORDS);

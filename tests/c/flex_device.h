@@ -1,5 +1,5 @@
-/* What texts of programs and cuda/flex_values.cuh need of CUDA, on a CPU. Besides, they need __float_as_uint, __fmul_rn,
- * max, __umulhi and both divisions of cuda_emulation.h, or the same under FLEX_DEVICE_ALONE. */
+/* What texts of programs and cuda/flex_values.cuh need of CUDA, on a CPU. Besides, they need __float_as_uint,
+ * __fmul_rn, max, __umulhi and both divisions of cuda_emulation.h, or the same under FLEX_DEVICE_ALONE. */
 #ifndef FLEX_DEVICE_H
 #define FLEX_DEVICE_H
 
