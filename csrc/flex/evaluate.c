@@ -6,6 +6,7 @@
 
 #include "denormals.h"
 #include "operations.h"
+#include "scatters.h"
 
 enum { MOST = FA_FLEX_MOST_LANES };
 typedef enum { HEAD, LINES, LANES, LINE, NUM_STEPS } step;
@@ -15,6 +16,7 @@ struct fa_flex_evaluator {
     const fa_flex_bound *bound;
     const fa_flex_operations *operations;
     fa_flex_operation *schedule; /* [num_instructions], the steps one after the other */
+    fa_flex_turned *turned;      /* [num_instructions], of the gathers of schedule */
     int32_t *order;              /* the instructions of schedule */
     int32_t first[NUM_STEPS + 1];
     void **values; /* [num_instructions], MOST elements each */
@@ -166,7 +168,29 @@ static void mark_spread(const fa_flex_evaluator *e, uint8_t *is_spread) {
         if (step_of(e, &p->instructions[idx]) != LINES) is_spread[idx] = 0;
 }
 
-static void sort_steps(fa_flex_evaluator *e) {
+/* Finds what the indices of a gather grow by from key to key, or from query to query. Returns whether that is known. */
+static bool find_slopes(const fa_flex_evaluator *e, const fa_flex_trait *traits, const fa_flex_instruction *x,
+                        bool are_keys, int32_t *slope) {
+    bool is_even = true;
+    for (int i = 0; i < x->num_operands; i++) {
+        const int32_t operand = x->operand[i];
+        const uint8_t depends = e->bound->program->instructions[operand].depends;
+        const bool is_same = !(depends & (are_keys ? FA_FLEX_ON_KV : FA_FLEX_ON_Q));
+        slope[i] = is_same ? 0 : are_keys ? traits[operand].of_kv : traits[operand].of_q;
+        is_even &= is_same || traits[operand].is_linear;
+    }
+    return is_even;
+}
+
+/* turned: room for the lines of a gather. */
+static void look_at_indices(const fa_flex_evaluator *e, step now, const fa_flex_trait *traits, fa_flex_operation *o,
+                            fa_flex_turned *turned) {
+    const bool are_keys = e->lanes_are_keys == (now != LINES);
+    o->is_even = find_slopes(e, traits, o->x, are_keys, o->slope);
+    if (now == LINE && find_slopes(e, traits, o->x, !are_keys, turned->slope)) o->turned = turned;
+}
+
+static void sort_steps(fa_flex_evaluator *e, const fa_flex_trait *traits) {
     const fa_flex_program *p = e->bound->program;
     int32_t num = 0;
     for (int now = 0; now < NUM_STEPS; now++) {
@@ -182,6 +206,7 @@ static void sort_steps(fa_flex_evaluator *e) {
                 const int32_t operand = x->operand[i];
                 o->in[i] = now == LINE && e->spread[operand] ? e->spread[operand] : e->values[operand];
             }
+            if (x->op == FA_FLEX_gather) look_at_indices(e, (step)now, traits, o, &e->turned[num]);
             e->order[num++] = idx;
         }
     }
@@ -205,8 +230,9 @@ fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa,
     const size_t num = (size_t)p->num_instructions;
     size_t bytes = 0;
     uint8_t *is_spread = malloc(num);
+    fa_flex_trait *traits = fa_flex_traits(p);
     fa_flex_evaluator *e = calloc(1, sizeof *e);
-    if (!is_spread || !e) goto no_memory;
+    if (!is_spread || !traits || !e) goto no_memory;
     *e = (fa_flex_evaluator){
         .bound = bound, .operations = operations_of(isa), .lanes_are_keys = lanes_are_keys, .index = {-1, -1, -1, -1}};
     mark_spread(e, is_spread);
@@ -214,8 +240,9 @@ fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa,
     e->values = calloc(2 * num, sizeof *e->values);
     e->order = malloc(num * sizeof *e->order);
     e->schedule = calloc(num, sizeof *e->schedule);
+    e->turned = calloc(num, sizeof *e->turned);
     e->memory = calloc(1, bytes);
-    if (!e->values || !e->order || !e->schedule || !e->memory) goto no_memory;
+    if (!e->values || !e->order || !e->schedule || !e->turned || !e->memory) goto no_memory;
     e->spread = e->values + num;
     char *at = e->memory;
     for (size_t i = 0; i < num; i++)
@@ -223,10 +250,12 @@ fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa,
             (copy ? e->spread : e->values)[i] = at;
             at += MOST * element_bytes(p->instructions[i].result);
         }
-    sort_steps(e);
+    sort_steps(e, traits);
+    free(traits);
     free(is_spread);
     return e;
 no_memory:
+    free(traits);
     free(is_spread);
     fa_flex_evaluator_free(e);
     return NULL;
@@ -234,6 +263,8 @@ no_memory:
 
 void fa_flex_evaluator_free(fa_flex_evaluator *e) {
     if (!e) return;
+    for (int32_t i = 0; e->turned && i < e->bound->program->num_instructions; i++) free(e->turned[i].values);
+    free(e->turned);
     free(e->memory);
     free(e->schedule);
     free(e->order);

@@ -14,6 +14,7 @@
 #include "cpu/vec_target.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "cpu/convert.h"
@@ -208,20 +209,33 @@ static void place(const fa_flex_operation *o, const fa_flex_capture *c, int rank
     for (int dim = rank - 1; dim >= 0; stride *= c->size[dim--]) add_places(o->n, at, o->in[dim], c->size[dim], stride);
 }
 
-#define LOAD(name, element, of, result)                                                   \
+/* at NULL: the elements lie one behind the other. `turn` fills FA_FLEX_GROUP lines, of lanes that lie `step` apart. */
+#define LOAD(name, turn, element, of, result)                                             \
     static void name(int n, result *restrict r, const element *data, const int64_t *at) { \
+        if (!at) {                                                                        \
+            EACH((result)of(data[i]));                                                    \
+        }                                                                                 \
         EACH((result)of(data[at[i]]));                                                    \
+    }                                                                                     \
+    static void turn(int n, result *restrict r, const element *data, int64_t step) {      \
+        for (int lane = 0; lane < n; lane++, data += step)                                \
+            for (int line = 0; line < FA_FLEX_GROUP; line++)                              \
+                r[line * FA_FLEX_MOST_LANES + lane] = (result)of(data[line]);             \
     }
 #define IS_TRUE(x) ((x) != 0)
-LOAD(load_bools, uint8_t, IS_TRUE, uint8_t)
-LOAD(load_u8, uint8_t, , int64_t)
-LOAD(load_i8, int8_t, , int64_t)
-LOAD(load_i16, int16_t, , int64_t)
-LOAD(load_i32, int32_t, , int64_t)
-LOAD(load_f16, uint16_t, fa_f32_from_f16, float)
-LOAD(load_bf16, uint16_t, fa_f32_from_bf16, float)
-LOAD(load_f32, float, , float)
-LOAD(load_words, int64_t, , int64_t)
+LOAD(load_bools, turn_bools, uint8_t, IS_TRUE, uint8_t)
+LOAD(load_u8, turn_u8, uint8_t, , int64_t)
+LOAD(load_i8, turn_i8, int8_t, , int64_t)
+LOAD(load_i16, turn_i16, int16_t, , int64_t)
+LOAD(load_i32, turn_i32, int32_t, , int64_t)
+LOAD(load_f16, turn_f16, uint16_t, fa_f32_from_f16, float)
+LOAD(load_bf16, turn_bf16, uint16_t, fa_f32_from_bf16, float)
+LOAD(load_f32, turn_f32, float, , float)
+LOAD(load_words, turn_words, int64_t, , int64_t)
+
+#define FA_FLEX_DTYPE(enumerator, name, type, bytes) bytes,
+static const int8_t bytes_of[] = {FA_FLEX_DTYPES(FA_FLEX_DTYPE)};
+#undef FA_FLEX_DTYPE
 
 static void load(fa_flex_dtype dtype, int n, void *r, const void *data, const int64_t *at) {
     switch (dtype) {
@@ -237,8 +251,76 @@ static void load(fa_flex_dtype dtype, int n, void *r, const void *data, const in
     }
 }
 
+static void turn(fa_flex_dtype dtype, int n, void *r, const void *data, int64_t step) {
+    switch (dtype) {
+    case FA_FLEX_OF_BOOL: turn_bools(n, r, data, step); return;
+    case FA_FLEX_OF_U8: turn_u8(n, r, data, step); return;
+    case FA_FLEX_OF_I8: turn_i8(n, r, data, step); return;
+    case FA_FLEX_OF_I16: turn_i16(n, r, data, step); return;
+    case FA_FLEX_OF_I32: turn_i32(n, r, data, step); return;
+    case FA_FLEX_OF_F16: turn_f16(n, r, data, step); return;
+    case FA_FLEX_OF_BF16: turn_bf16(n, r, data, step); return;
+    case FA_FLEX_OF_F32: turn_f32(n, r, data, step); return;
+    default: turn_words(n, r, data, step); return; /* int64 and fp64 */
+    }
+}
+
+/* The places of a gather whose indices grow evenly: first + i step for element i. */
+typedef struct {
+    int64_t first, step;
+} even_places;
+
+/* Finds the places for this line and `more` further lines. Returns whether no index is negative or beyond its
+ * dimension. */
+static bool find_even_places(const fa_flex_operation *o, const fa_flex_capture *c, int more, even_places *at) {
+    *at = (even_places){0, 0};
+    for (int dim = 0; dim < o->x->num_operands; dim++) {
+        const int64_t index = *(const int64_t *)o->in[dim], size = c->size[dim], slope = o->slope[dim];
+        const int64_t to_end = slope * (o->n - 1), down = more ? (int64_t)more * o->turned->slope[dim] : 0;
+        const int64_t low = (to_end < 0 ? to_end : 0) + (down < 0 ? down : 0);
+        const int64_t high = (to_end > 0 ? to_end : 0) + (down > 0 ? down : 0);
+        const bool moves = slope != 0 || down != 0;
+        if (moves && !(index >= -low && index < size - high)) return false;
+        at->first += (moves ? index : fa_flex_place(index, size)) * c->stride[dim];
+        at->step += slope * c->stride[dim];
+    }
+    return true;
+}
+
+static bool lines_follow(const fa_flex_operation *o, const fa_flex_capture *c) {
+    int64_t step = 0;
+    for (int dim = 0; dim < o->x->num_operands; dim++) step += o->turned->slope[dim] * c->stride[dim];
+    return step == 1;
+}
+
+/* Copies the line from those that were turned, or turns the next ones first. false: the line cannot come this way. */
+static bool take_turned(const fa_flex_operation *o, const fa_flex_capture *c, fa_flex_dtype dtype,
+                        const even_places *at) {
+    fa_flex_turned *t = o->turned;
+    const size_t bytes = o->x->result == FA_FLEX_BOOL ? 1 : o->x->result == FA_FLEX_F32 ? 4 : 8;
+    const char *data = (const char *)c->data + at->first * bytes_of[dtype];
+    int64_t line = t->at ? (data - t->at) / bytes_of[dtype] : -1;
+    if (!t->at || data < t->at || line >= FA_FLEX_GROUP || t->step != at->step || t->n != o->n) {
+        even_places all;
+        if (!lines_follow(o, c) || !find_even_places(o, c, FA_FLEX_GROUP - 1, &all)) return false;
+        if (!t->values && !(t->values = malloc(FA_FLEX_GROUP * FA_FLEX_MOST_LANES * bytes))) return false;
+        turn(dtype, o->n, t->values, data, at->step);
+        t->at = data, t->step = at->step, t->n = o->n, line = 0;
+    }
+    memcpy(o->r, (const char *)t->values + (size_t)line * FA_FLEX_MOST_LANES * bytes, (size_t)o->n * bytes);
+    return true;
+}
+
 static void gather(const fa_flex_operation *o, const fa_flex_capture *c, fa_flex_dtype dtype) {
     int64_t at[FA_FLEX_MOST_LANES];
+    even_places even;
+    if (o->is_even && find_even_places(o, c, 0, &even)) {
+        if (even.step == 1) {
+            load(dtype, o->n, o->r, (const char *)c->data + even.first * bytes_of[dtype], NULL);
+            return;
+        }
+        if (o->turned && take_turned(o, c, dtype, &even)) return;
+    }
     memset(at, 0, (size_t)o->n * sizeof *at);
     for (int dim = 0; dim < o->x->num_operands; dim++) add_places(o->n, at, o->in[dim], c->size[dim], c->stride[dim]);
     load(dtype, o->n, o->r, c->data, at);

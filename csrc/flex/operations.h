@@ -9,13 +9,26 @@
 #define FA_FLEX_GROUP      16
 #define FA_FLEX_MOST_LANES 128
 
+/* Elements of a capture for the next lines of a gather whose lines lie one behind the other in memory, and whose lanes
+ * lie apart. A line is read in whole vectors for each lane, and turned. */
+typedef struct {
+    int32_t slope[FA_FLEX_MAX_OPERANDS]; /* what an index grows by from line to line */
+    const char *at; /* the place of the first lane in the first of the lines; NULL: nothing is here */
+    int64_t step;   /* from lane to lane, in elements */
+    int n;
+    void *values; /* [FA_FLEX_GROUP lines, FA_FLEX_MOST_LANES], owned; NULL: there is no memory yet */
+} fa_flex_turned;
+
 /* An instruction whose operands are places in memory. n is a multiple of FA_FLEX_GROUP. */
 typedef struct {
     const fa_flex_instruction *x;
     uint8_t from; /* the type of the first operand */
+    bool is_even; /* a gather: the slopes are known */
     int n;
     void *r;
     const void *in[FA_FLEX_MAX_OPERANDS];
+    int32_t slope[FA_FLEX_MAX_OPERANDS]; /* of a gather: what an index grows by from one element to the next */
+    fa_flex_turned *turned;              /* of a gather, or NULL */
 } fa_flex_operation;
 
 typedef struct {

@@ -1,0 +1,73 @@
+"""What mods read from captured tensors on the CPU: elements one behind the other, lines that are turned, and any others
+(csrc/flex/operate.h). Indices beyond a tensor are clamped, and negative ones count from its end."""
+
+import pytest
+import torch
+
+from flash_attn.flex_attention import flex_attention
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool]
+LENGTHS = [(1, 1), (3, 17), (64, 64), (130, 33), (70, 300), (200, 129)]
+
+
+def table_of(dtype, *sizes):
+    generator = torch.Generator().manual_seed(sum(sizes))
+    return torch.randint(-3, 4, sizes, generator=generator).to(dtype)
+
+
+def reads(dtype, len_q, len_kv):
+    """(name, what a mod reads at b, h, i, j, and the same with indices that fit)."""
+    pairs, heads = table_of(dtype, len_q, len_kv), table_of(dtype, 2, len_q, len_kv)
+    of_keys, of_rows = table_of(dtype, len_kv), table_of(dtype, len_q, 1)
+    line, wide = table_of(dtype, len_q + 2 * len_kv), table_of(dtype, len_q, 3, len_kv)
+    small, turned = table_of(dtype, 5, 20), table_of(dtype, len_kv, len_q)
+    where = torch.randint(0, len_kv, (len_kv,), generator=torch.Generator().manual_seed(1))
+    halves = table_of(dtype, len_q, 2 * len_kv)[:, ::2]
+    same = {
+        "pairs": lambda b, h, i, j: pairs[i, j],
+        "heads": lambda b, h, i, j: heads[h, i, j],
+        "keys": lambda b, h, i, j: of_keys[j],
+        "rows": lambda b, h, i, j: of_rows[i, 0],
+        "rising": lambda b, h, i, j: line[i + j],
+        "differences": lambda b, h, i, j: line[i - j + len_kv],
+        "other differences": lambda b, h, i, j: line[j - i + len_q],
+        "from the end": lambda b, h, i, j: line[j - i],
+        "turned": lambda b, h, i, j: turned[j, i],
+        "apart": lambda b, h, i, j: wide[i, 1, j],
+        "halves": lambda b, h, i, j: halves[i, j],
+        "two steps": lambda b, h, i, j: line[2 * j],
+        "expanded": lambda b, h, i, j: of_keys.expand(len_q, -1)[i, j],
+        "any": lambda b, h, i, j: pairs[i, where[j]],
+    }
+    yield from ((name, read, read) for name, read in same.items())
+    for down, left in ((0, 0), (3, 7), (-2, -9)):
+        yield (
+            f"clamped {down} {left}",
+            lambda b, h, i, j: small[i - down, j - left],  # noqa: B023
+            lambda b, h, i, j: small[place(i - down, 5), place(j - left, 20)],  # noqa: B023
+        )
+
+
+def place(index, size):
+    """An index as gathers of a mod clamp it."""
+    return torch.where(index < 0, index + size, index).clamp(0, size - 1)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_way_to_read(dtype, lengths):
+    generator = torch.Generator().manual_seed(0)
+    len_q, len_kv = lengths
+    query, key, value = (torch.randn(2, 2, n, 8, generator=generator) for n in (len_q, len_kv, len_kv))
+    scores = query.double() @ key.double().mT * 8**-0.5
+    indices = (torch.arange(2)[:, None, None, None], torch.arange(2)[:, None, None], torch.arange(len_q)[:, None])
+    indices += (torch.arange(len_kv),)
+    for name, read, want in reads(dtype, len_q, len_kv):
+        dense = want(*indices)
+        if dtype == torch.bool:
+            out = flex_attention(query, key, value, mask_mod=lambda b, h, i, j: read(b, h, i, j) | (j == 0))  # noqa: B023
+            expected = scores.masked_fill(~(dense | (indices[3] == 0)), -float("inf"))
+        else:
+            out = flex_attention(query, key, value, lambda s, b, h, i, j: s + read(b, h, i, j))  # noqa: B023
+            expected = scores + dense
+        assert (out - expected.softmax(-1) @ value.double()).abs().max() < 1e-5, name
