@@ -11,6 +11,16 @@ LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 DIMS = [(64, 64), (72, 72), (96, 96), (128, 128), (64, 128), (64, 256), (192, 128), (192, 192), (256, 256), (24, 8)]
 
 
+def make(b, h, h_kv, len_q, len_kv, d, d_v=None, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(b, h, len_q, d), (b, h_kv, len_kv, d), (b, h_kv, len_kv, d_v or d)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
 # torch rounds no function exactly, not even sqrt: it may call a vector library.
 FUNCTIONS = "sqrt exp exp2 log log2 log10 log1p expm1 tanh sin cos tan erf sigmoid rsqrt reciprocal".split()
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
