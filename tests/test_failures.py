@@ -1,6 +1,7 @@
 """Failures that do not come from the caller's arguments. Each raises its own exception, by every way into an op."""
 
 import flash_attn_2_cuda as raw
+import fresh_python
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,3 +92,33 @@ def test_what_no_kernel_takes(route):
     q, k = torch.zeros(1, 1, 1, 8, device="cuda"), torch.zeros(1, 1, 1, 8, device="cuda").expand(1, 2**31, 1, 8)
     with pytest.raises(NotImplementedError, match="no kernel takes this call"):
         flash_attn_func(q, k, k)
+
+
+WITHOUT_MEMORY = """
+import _testcapi, sys, torch
+import flash_attn, flash_attn_interface
+q, bias = torch.randn(1, 5, 2, 16), torch.zeros(1, 2, 5, 5)
+call = {
+    "return_lse": lambda: flash_attn.flash_attn_func(q, q, q, return_lse=True),
+    "attn_bias": lambda: flash_attn.flash_attn_func(q, q, q, attn_bias=bias),
+    "flash_attn_3": lambda: flash_attn_interface.flash_attn_func(q, q, q),
+}[sys.argv[1]]
+call(), call()
+refused = 0
+for allocation in range(1, 60):
+    _testcapi.set_nomemory(allocation, allocation + 1)
+    try:
+        result = call()
+    except MemoryError:
+        refused += 1
+    _testcapi.remove_mem_hooks()
+print(refused > 0)
+"""
+
+
+@pytest.mark.parametrize("call", ["return_lse", "attn_bias", "flash_attn_3"])
+def test_no_memory_for_an_object_of_python(call):
+    """PyTorch throws a C++ exception if there is no memory for a torch.Tensor."""
+    pytest.importorskip("_testcapi")
+    done = fresh_python.python(WITHOUT_MEMORY, call)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -2,7 +2,7 @@
  * needed, Python is asked. */
 #include "autograd.h"
 
-#include "python_api.h"
+#include "wrap.h"
 
 static bool is_attribute_true(PyObject *object, const char *name) {
     PyObject *value = PyObject_GetAttrString(object, name);
@@ -14,7 +14,7 @@ static bool is_attribute_true(PyObject *object, const char *name) {
 static const char *leaf_in_says_python(AtenTensorHandle t) {
     PyGILState_STATE state = PyGILState_Ensure();
     const char *what = NULL;
-    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL;
+    PyObject *tensor = fa_wrap(t);
     PyObject *base = tensor ? PyObject_GetAttrString(tensor, "_base") : NULL;
     if (base && is_attribute_true(tensor, "requires_grad")) {
         if (is_attribute_true(tensor, "is_leaf"))
@@ -32,7 +32,7 @@ static const char *leaf_in_says_python(AtenTensorHandle t) {
 bool fa_requires_grad(AtenTensorHandle t) {
     if (fa_torch.knows_tensors) return fa_torch_requires_grad(t);
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL;
+    PyObject *tensor = fa_wrap(t);
     const bool truth = tensor && is_attribute_true(tensor, "requires_grad");
     Py_XDECREF(tensor);
     PyErr_Clear();
@@ -49,7 +49,7 @@ const char *fa_leaf_in(AtenTensorHandle t) {
 
 static void bump_version_by_python(AtenTensorHandle t) {
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL, *done = NULL;
+    PyObject *tensor = fa_wrap(t), *done = NULL;
     PyObject *graph = PyImport_ImportModule("torch.autograd.graph");
     if (tensor && graph) done = PyObject_CallMethod(graph, "increment_version", "O", tensor);
     Py_XDECREF(done);
@@ -85,7 +85,7 @@ bool fa_forward_ad_is_on(void) {
 
 bool fa_has_tangent(AtenTensorHandle t) {
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *tensor = fa_torch.wrap ? fa_torch.wrap(t) : NULL, *module = forward_ad();
+    PyObject *tensor = fa_wrap(t), *module = forward_ad();
     PyObject *dual = tensor && module ? PyObject_CallMethod(module, "unpack_dual", "O", tensor) : NULL;
     PyObject *tangent = dual ? PyObject_GetAttrString(dual, "tangent") : NULL;
     const bool truth = tangent && tangent != Py_None;

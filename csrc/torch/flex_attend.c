@@ -16,6 +16,7 @@
 #include "options.h"
 #include "outputs.h"
 #include "python_tensors.h"
+#include "wrap.h"
 
 #define Q_DIMS   "(b, h, len_q, d)"
 #define O_DIMS   "(b, h, len_q, d_v)"
@@ -549,7 +550,7 @@ static PyObject *results_of(flex_call *c) {
     const bool is_made[] = {true, c->wants_lse, c->wants_max};
     PyObject *tuple = PyTuple_New(4);
     for (int i = 0, made = 0; tuple && i < 3; i++) {
-        PyObject *result = is_made[i] ? fa_torch.wrap(c->outputs.tensor[made++]) : Py_None;
+        PyObject *result = is_made[i] ? fa_wrap(c->outputs.tensor[made++]) : Py_None;
         if (result == Py_None) Py_INCREF(Py_None);
         if (!result || PyTuple_SetItem(tuple, i, result) < 0) Py_CLEAR(tuple);
     }

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "call.h"
+#include "wrap.h"
 
 enum { FIRST_LIST = 2, NUM_LISTS = 4, KEPT = FIRST_LIST + NUM_LISTS };
 enum { MOST_BYTES = 2 }; /* behind the two entries of a list */
@@ -62,7 +63,7 @@ fa_kept_walks *fa_offer_kept_walks(fa_kept_of_call *call, PyObject *blocks, PyOb
 static PyObject *new_entry(const fa_kept_of_call *call) {
     const fa_kept_walks *w = &call->walks;
     PyObject *const parts[] = {
-        fa_torch.wrap(w->owner),
+        fa_wrap(w->owner),
         PyLong_FromVoidPtr(w->data),
         PyBytes_FromStringAndSize((const char *)w->key, (Py_ssize_t)(w->num_key * sizeof *w->key)),
         PyBytes_FromStringAndSize((const char *)call->versions,

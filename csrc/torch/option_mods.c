@@ -5,6 +5,7 @@
 #include "flex_values.h"
 #include "options.h"
 #include "python_tensors.h"
+#include "wrap.h"
 
 enum { NUM_PLACES = FA_NUM_PLACES };
 static_assert((int)FA_VALUE_LEN_SHIFT == (int)FA_VALUE_PLACES + (int)FA_NUM_PLACES, "places lie between");
@@ -94,7 +95,7 @@ static PyObject *list_of(const fa_outputs *outputs, unsigned wanted, int num) {
     for (int i = 0, made = 0; list && i < num; i++) {
         PyObject *object = Py_None;
         if (wanted >> i & 1)
-            object = fa_torch.wrap(outputs->tensor[made++]);
+            object = fa_wrap(outputs->tensor[made++]);
         else
             Py_INCREF(object);
         if (!object || PyList_SetItem(list, i, object) < 0) Py_CLEAR(list);
@@ -114,7 +115,7 @@ static fa_status make_floats(PyObject *shift, PyObject **floats, fa_error *err) 
     for (int64_t i = 0; i < t.t.ndim; i++) num *= t.t.size[i];
     fa_status status = fa_make_output(&outputs, &t.t, t.t.ndim, t.t.size, t.t.stride, fa_torch.f32, &data, err);
     for (int64_t i = 0; status == FA_OK && i < num; i++) ((float *)data)[i] = (float)((const double *)t.t.data)[i];
-    if (status == FA_OK && !(*floats = fa_torch.wrap(outputs.tensor[0]))) status = FA_EINVAL;
+    if (status == FA_OK && !(*floats = fa_wrap(outputs.tensor[0]))) status = FA_EINVAL;
     fa_drop_outputs(&outputs);
     return status;
 }
@@ -158,7 +159,7 @@ static fa_status make_shift(const fa_call *call, const fa_problem *p, int64_t ri
         if (!r.sequence || !r.row) return FA_EINVAL;
     }
     fa_status status = fa_make_shift(&r, &outputs, err);
-    if (status == FA_OK && !(m->shift = fa_torch.wrap(outputs.tensor[0]))) status = FA_EINVAL;
+    if (status == FA_OK && !(m->shift = fa_wrap(outputs.tensor[0]))) status = FA_EINVAL;
     fa_drop_outputs(&outputs);
     TRY(status);
     if (bias->dtype == fa_torch.f64) return make_floats(m->shift, &m->of_rows, err);

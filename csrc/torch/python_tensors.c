@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "wrap.h"
+
 static Py_ssize_t offset_of_tensor; /* place of the handle inside a torch.Tensor's object */
 
 /* Finds the place of the TensorImpl's address inside a tensor's object. Two new tensors must agree. 0: not found. */
@@ -49,15 +51,16 @@ bool fa_is_plain(PyObject *object) {
 
 PyObject *fa_results_of(PyObject *first, const fa_outputs *outputs) {
     const int num_before = first ? 1 : 0, num = num_before + outputs->num;
-    PyObject *tuple = num > 1 ? PyTuple_New(num) : NULL, *tensor = first;
-    bool failed = num > 1 && !tuple;
-    if (tuple && first) PyTuple_SetItem(tuple, 0, first);
-    if (failed) Py_XDECREF(first);
-    for (int i = 0; i < outputs->num; i++) {
-        if (!failed) failed = !(tensor = fa_torch.wrap(outputs->tensor[i]));
-        if (!failed && tuple) PyTuple_SetItem(tuple, num_before + i, tensor);
-        fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[i]);
+    PyObject *tensors[1 + FA_MAX_OUTPUTS] = {first}, *tuple = NULL;
+    const bool are_made = fa_wrap_all(outputs->tensor, outputs->num, tensors + num_before);
+    for (int i = 0; i < outputs->num; i++) fa_torch.aoti_torch_delete_tensor_object(outputs->tensor[i]);
+    if (are_made && num == 1) return tensors[0];
+    if (are_made) tuple = PyTuple_New(num);
+    for (int i = 0; i < num; i++) {
+        if (tuple)
+            PyTuple_SetItem(tuple, i, tensors[i]);
+        else
+            Py_XDECREF(tensors[i]);
     }
-    if (failed) Py_CLEAR(tuple);
-    return failed || tuple ? tuple : tensor;
+    return tuple;
 }

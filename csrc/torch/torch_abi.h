@@ -107,8 +107,8 @@ typedef struct {
 #undef FA_TORCH_MEMBER
     void (*operator_delete)(void *); /* frees a slot before 2.13, as torch's headers did with `delete` */
     /* THPVariable_Wrap(const at::TensorBase &) returns a new reference to a PyObject that shares the tensor with the
-     * handle, or NULL with an exception. This C++ function is found by its mangled name. The pointer is NULL if this
-     * torch has no such function. */
+     * handle. Without memory it throws a C++ exception, so only fa_wrap calls it. This C++ function is found by its
+     * mangled name. The pointer is NULL if this torch has no such function. */
     void *(*wrap)(AtenTensorHandle t);
 #define FA_TORCH_STATE(member, result, name) result (*member)(void);
     FA_TORCH_STATES(FA_TORCH_STATE)
