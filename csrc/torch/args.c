@@ -293,6 +293,12 @@ static fa_status check_bias(const fa_call *c, fa_problem *p, fa_error *err) {
 /* Returns a window, or -1 if the window is unlimited or longer than any tensor. */
 static int64_t side_of_window(int64_t size) { return size < 0 || size > (int64_t)1 << 40 ? -1 : size; }
 
+/* Returns the length of an attention chunk. No position is as far from 0 as the longest chunk. Chunks still part at 0,
+ * and with more queries than keys the first queries have negative positions. */
+static int64_t chunk_in_range(int64_t size) {
+    return size <= 0 ? 0 : size < (int64_t)1 << 40 ? size : (int64_t)1 << 40;
+}
+
 static fa_status check_descale(const fa_call *c, const fa_tensor *t, const fa_problem *p, fa_descale *descale,
                                fa_error *err) {
     if (!present(t) || p->dtype != FA_E4M3) return FA_OK;
@@ -338,7 +344,7 @@ static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     REQUIRE(!(c->layout == FA_OP_VARLEN && present(&c->block_table) && c->num_splits > 1),
             "num_splits > 1 is not supported for varlen paged KV; num_splits is %" PRId64, c->num_splits);
     p->num_splits = c->num_splits < 0 ? 0 : c->num_splits;
-    p->attention_chunk = c->attention_chunk > 0 && c->attention_chunk <= (int64_t)1 << 40 ? c->attention_chunk : 0;
+    p->attention_chunk = chunk_in_range(c->attention_chunk);
     p->sm_margin = c->sm_margin > 0 ? c->sm_margin : 0;
     p->deterministic = c->deterministic;
     p->zero_tensors = c->zero_tensors && c->layout == FA_OP_VARLEN;

@@ -23,6 +23,7 @@ MASKS = [
     {"causal": True, "window": (5, 0)},
     {"chunk": 7},
     {"chunk": 5, "causal": True},
+    {"chunk": 2**62},
 ]
 
 
