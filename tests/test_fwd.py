@@ -107,6 +107,20 @@ def test_nonfinite_values_reach_the_rows_that_see_them(bad, dtype, isa):
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("slope", (2.4e38, 3.4e38))
+@pytest.mark.parametrize("len_q", (3, 40))
+def test_slopes_that_overflow_in_log2(len_q, slope, isa):
+    """Each row has its own key at distance 0, and this key has all the weight."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 16, requires_grad=True) for n in (len_q, 50, 50))
+    out = flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.tensor([slope]))
+    want = v[:, -len_q:]
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), dout)
+    zeros = torch.zeros_like(q), torch.zeros_like(k)
+    torch.testing.assert_close((out, *got), (want, *zeros, *torch.autograd.grad(want, v, dout)))
+
+
 def test_key_minus_infinity_scores(isa):
     """A key with a score of -inf without a mask (an overflowing key) has weight zero."""
     q, k, v = torch.ones(1, 3, 1, 8), torch.zeros(1, 70, 1, 8), torch.randn(1, 70, 1, 8)

@@ -157,7 +157,7 @@ static void open_task(decode_task *t) {
         t->slope[lane] = 0.0f;
         t->scale[lane] = exists && p->dtype == FA_E4M3 ? score_scale(p, t->s.b_idx, head / g) : 1.0f;
         if (exists && p->alibi_slopes)
-            t->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + head] * LOG2_E);
+            t->slope[lane] = slope_in_log2(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + head]);
     }
     WITH_INPUT_DTYPE(p->dtype, pack_queries, t, q_rows);
     memset(t->o, 0, (size_t)(t->num_heads * t->rows * t->columns) * sizeof(float));

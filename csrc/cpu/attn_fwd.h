@@ -149,7 +149,7 @@ static void place_lanes(const fwd_task *t, fa_fwd_tile *tile, int64_t idx) {
             tile->end_key = max_i64(tile->end_key, tile->end[lane]);
         }
         if (p->alibi_slopes)
-            tile->slope[lane] = (float)(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]] * LOG2_E);
+            tile->slope[lane] = slope_in_log2(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + tile->head[lane]]);
     }
 }
 

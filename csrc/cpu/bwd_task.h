@@ -112,7 +112,7 @@ static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_
         tile->lse[lane] = (float)(*fa_row_stat(&p->lse, s, row, head) * LOG2_E);
         tile->delta[lane] = *fa_row_stat(&p->softmax_d, s, row, head);
         tile->diagonal[lane] = row + s->len_kv - s->len_q;
-        if (p->alibi_slopes) tile->slope[lane] = (float)(p->alibi_slopes[s->b_idx * p->alibi_stride_b + head] * LOG2_E);
+        if (p->alibi_slopes) tile->slope[lane] = slope_in_log2(p->alibi_slopes[s->b_idx * p->alibi_stride_b + head]);
         if (*first < tile->first_key) tile->first_key = *first;
         if (*end > tile->end_key) tile->end_key = *end;
         if (*first > tile->common_first) tile->common_first = *first;

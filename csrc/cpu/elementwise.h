@@ -9,6 +9,8 @@
 #ifndef FA_CPU_ELEMENTWISE_H
 #define FA_CPU_ELEMENTWISE_H
 
+#include <float.h>
+
 #include "dropout.h"
 #include "product.h"
 #include "sequence.h"
@@ -47,6 +49,13 @@ INLINE vec vec_tanh(vec a) {
         p = vec_fma(p, square, vec_set(0.999999979f));
     }
     return vec_div(vec_mul(p, x), vec_fma(q, square, vec_set(1.0f)));
+}
+
+/* Returns ALiBi's slope in units of log2. A finite slope stays finite, because an infinite slope makes NaN of the key
+ * at distance 0. */
+static inline float slope_in_log2(float slope) {
+    const double product = slope * LOG2_E;
+    return (float)(fabsf(slope) < INFINITY ? fmax(-FLT_MAX, fmin(product, FLT_MAX)) : product);
 }
 
 /* Options of one tile on one block of keys. Keys count from the start of the block. A lane sees keys [first, end) of

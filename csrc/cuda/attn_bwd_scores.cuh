@@ -407,7 +407,9 @@ struct alibi_bias {
 DEVICE alibi_bias bias_of(const params &p, const tile &t, int q_tile, int head_in_group) {
     const place at = place_of(t, q_tile);
     const float slope = p.heads_per_tile == 1 ? t.slope : slope_of(p, t.b_idx, t.first_head + head_in_group);
-    return {slope * LOG2_E, (float)(at.row - at.key)};
+    /* A finite slope stays finite, because an infinite slope makes NaN of the key at distance 0. */
+    const float slope_log2 = slope * LOG2_E, most = 3.40282347e38f;
+    return {fabsf(slope) < INF ? fmaxf(-most, fminf(slope_log2, most)) : slope_log2, (float)(at.row - at.key)};
 }
 #endif
 
