@@ -10,7 +10,12 @@ from cases import BOTH, DENSE, DTYPES, TILES, TINY, WINDOWS, Case, each, in_dtyp
 from harness import ISAS, verify
 from oracle import attention
 
-from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 
 
 @pytest.mark.parametrize("case", in_dtypes(DENSE) + in_turns(TILES + WINDOWS + TINY), ids=repr)
@@ -105,6 +110,13 @@ def test_nonfinite_values_reach_the_rows_that_see_them(bad, dtype, isa):
     assert torch.equal(out[0, 70:, 1, 9].nan_to_num(nan=7.0), torch.full((30,), bad, dtype=dtype).nan_to_num(nan=7.0))
     out[0, 70:, 1, 9] = want[0, 70:, 1, 9]
     assert torch.equal(out, want)
+
+
+def test_a_long_sum_in_one_split():
+    """A chain of 2^25 additions in fp32 stops growing at 2^24."""
+    k = torch.ones(1, 1, 1, 8).expand(1, 2**25, 1, 8)
+    out = flash_attn_with_kvcache(torch.zeros(1, 1, 1, 8), k, k, num_splits=1)
+    torch.testing.assert_close(out, torch.ones(1, 1, 1, 8))
 
 
 @pytest.mark.parametrize("slope", (2.4e38, 3.4e38))

@@ -13,6 +13,11 @@
 
 #define FA_DECODE_BLOCK 64 /* keys of one softmax step */
 
+/* The longest split. A split adds its keys to O one after the other in fp32. A sum of 2^24 equal numbers would stop to
+ * grow, and the error of such a chain grows with its length. The splits are added afterwards, so their number adds
+ * little to the error. */
+#define FA_DECODE_MOST_KEYS 8192
+
 static inline int64_t fa_num_decodes(const fa_problem *p) {
     int64_t num = 0;
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
@@ -40,14 +45,15 @@ typedef struct {
     int64_t num;
 } fa_decode_splits;
 
-/* All splits of a sequence have the same length of about 512 keys. num_splits, if given, limits the number of
- * splits. */
+/* All splits of a sequence have the same length of about 512 keys. num_splits, if given, limits the number of splits,
+ * as long as a split does not become longer than FA_DECODE_MOST_KEYS. */
 static inline fa_decode_splits fa_decode_splits_of(const fa_problem *p, const fa_sequence *s) {
     fa_decode_splits r = {.length = FA_DECODE_BLOCK};
     if (s->len_q == 0 || !fa_decodes(p, s)) return r;
     fa_rows_keys(p, s, 0, s->len_q, &r.first, &r.end);
     int64_t keys = r.end - r.first, num = (keys + 511) / 512;
-    if (p->num_splits > 0 && num > p->num_splits) num = p->num_splits;
+    const int64_t fewest = (keys + FA_DECODE_MOST_KEYS - 1) / FA_DECODE_MOST_KEYS;
+    if (p->num_splits > 0 && num > p->num_splits) num = p->num_splits > fewest ? p->num_splits : fewest;
     if (num == 0) return r;
     r.length = (keys + num * FA_DECODE_BLOCK - 1) / (num * FA_DECODE_BLOCK) * FA_DECODE_BLOCK;
     r.num = (keys + r.length - 1) / r.length;
