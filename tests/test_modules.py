@@ -90,6 +90,9 @@ def test_self_attention(causal):
     scaled = torch.cat([0.5 * qkv[:, :, :1], qkv[:, :, 1:]], 2)
     for cls in (SelfAttention, FlashSelfAttention):
         close(cls(causal, softmax_scale=0.5 / 4)(qkv), definition(*scaled.unbind(2), visible))
+        close(
+            cls(causal, softmax_scale=0.0)(qkv), definition(torch.zeros_like(qkv[:, :, 0]), *qkv.unbind(2)[1:], visible)
+        )
 
     kept = torch.tensor([[1] * 7, [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)
     masked = SelfAttention(causal=causal)(qkv, key_padding_mask=kept)

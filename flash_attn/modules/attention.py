@@ -284,7 +284,8 @@ def _hidden_by_causality(len_q, len_k, shift, device):
 
 def _attention(q, k, v, softmax_scale, hidden, dropout):
     """q ``[b, s_q, h, d]``, k and v ``[b, s_k, h, d]``. A query that sees no key gets the mean of all values."""
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k * (softmax_scale or q.shape[-1] ** -0.5))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k * scale)
     scores = scores.masked_fill(hidden.to(scores.device), torch.finfo(scores.dtype).min)
     p = torch.softmax(scores, dim=-1, dtype=torch.promote_types(v.dtype, torch.float32)).to(v.dtype)
     return torch.einsum("bhqk,bkhd->bqhd", dropout(p), v)
