@@ -202,6 +202,11 @@ def test_filters():
     logits = torch.tensor([[0.5, 0.05, 0.15, 0.3]]).log()
     modify_logits_for_top_p_filtering(logits, 0.7)
     assert logits.isinf().tolist() == [[False, True, True, False]]
+    for dtype, top_p in ((torch.float32, 1e-9), (torch.bfloat16, 1e-4), (torch.float16, 1e-4)):
+        logits = torch.randn(2, 1000).to(dtype)
+        largest = logits.argmax(-1).tolist()
+        modify_logits_for_top_p_filtering(logits, top_p)  # 1 - top_p is 1, or the sum before the largest logit is
+        assert logits.isfinite().sum(-1).tolist() == [1, 1] and logits.argmax(-1).tolist() == largest
     logits = torch.tensor([[2.0, -2.0, 1.0]])
     assert modify_logit_for_repetition_penalty(logits, torch.tensor([[0, 1, 0]]), 2.0).tolist() == [[1, -4, 1]]
 

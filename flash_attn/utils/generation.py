@@ -144,7 +144,8 @@ def modify_logits_for_top_p_filtering(logits: Tensor, top_p: float) -> None:
     if top_p <= 0.0 or top_p >= 1.0:
         return
     ascending, order = logits.sort(descending=False)
-    below = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_p
+    below = ascending.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).cumsum(-1) <= 1.0 - top_p
+    below[..., -1] = False  # the largest logit stays, also where the sum before it rounds to 1
     logits.masked_fill_(below.scatter(-1, order, below), float("-inf"))
 
 
