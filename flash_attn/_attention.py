@@ -101,7 +101,7 @@ def backward(varlen, *arguments):
         function, op = flash_attn_2_cuda.direct_flash_attn_varlen_backward, _packed_backward
     else:
         function, op = flash_attn_2_cuda.direct_flash_attn_backward, _dense_backward
-    return call(function, op, 5, *arguments)
+    return call(function, op, 6, *arguments)
 
 
 _dense_backward = torch.ops.flash_attn._flash_attn_backward

@@ -158,6 +158,32 @@ def test_return_attn_probs_changes_no_gradient(device, dropout_p):
         torch.testing.assert_close(x, y, rtol=0, atol=4 * float(x.abs().max()) * torch.finfo(x.dtype).eps)
 
 
+WAYS = {
+    "plain": lambda x: {},
+    "softmax_lse": lambda x: {"return_attn_probs": True},
+    "return_lse": lambda x: {"return_lse": True},
+    "sinks": lambda x: {"sinks": x.new_zeros(4), "return_lse": True},
+    "attn_bias": lambda x: {"attn_bias": x.new_zeros(1, 1, 9, 9)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_backward_takes_other_forms_of_its_tensors(device, way):
+    """A gradient with PyTorch's negative bit, and saved tensors to which hooks gave other strides."""
+    tensors = leaves(device, 2, 9, 4, 32)
+
+    def attend():
+        out = flash_attn_func(*tensors, **OPTIONS, **WAYS[way](tensors[0]))
+        return out[0] if isinstance(out, tuple) else out
+
+    dout = randn(device, 2, 9, 4, 32)
+    want = torch.autograd.grad(attend(), tensors, dout)
+    assert_equal(torch.autograd.grad(attend(), tensors, torch._neg_view(-dout)), want)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous().mT if x.dim() > 1 else x, lambda x: x):
+        out = attend()
+    assert_equal(torch.autograd.grad(out, tensors, dout), want)
+
+
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("dropout_p", (0.0, 0.3))
 def test_checkpoint_repeats_the_forward(device, dropout_p, reentrant):

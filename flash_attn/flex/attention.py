@@ -154,12 +154,14 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         dout = torch.zeros_like(out)
     wanted = [i for i, want in enumerate(wanted) if want]
     text, places = (b"", ()) if call.score is None else derivative_of(call.score, wanted)
-    dlse = None if dlse is None else rows_of(dlse.float())
+    dout = rows_of(dout.resolve_neg())
+    dlse = None if dlse is None else rows_of(dlse.float().resolve_neg())
+    out, lse = rows_of(out), rows_of(lse)  # hooks on saved tensors may return other strides
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     sums = [None] * len(tensors)
     if ops.is_watched(*inputs, dout, *tensors):
         grads, found = ops.backward(
-            call, inputs, tensors, out, lse, rows_of(dout), dlse, (wants_q, wants_k, wants_v), wanted, (text, places),
+            call, inputs, tensors, out, lse, dout, dlse, (wants_q, wants_k, wants_v), wanted, (text, places),
             deterministic,
         )  # fmt: skip
         for i, x in zip(wanted, found):
@@ -180,7 +182,7 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         value,
         out,
         lse,
-        rows_of(dout),
+        dout,
         dlse,
         dq,
         dk,

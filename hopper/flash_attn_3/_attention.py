@@ -115,7 +115,9 @@ def _empty_like(x, zeros):
 def run_backward(*arguments):
     """Runs the backward op on these arguments, without torch's dispatcher if possible."""
     softmax_d = None if torch.compiler.is_compiling() else _C.direct_backward(*arguments)
-    return call_op(_backward_op, *arguments) if softmax_d is None else softmax_d
+    if softmax_d is None:  # hooks on saved tensors may have returned other strides
+        softmax_d = call_op(_backward_op, *map(maybe_contiguous, arguments[:6]), *arguments[6:])
+    return softmax_d
 
 
 @torch.no_grad()

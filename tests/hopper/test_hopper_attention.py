@@ -333,6 +333,15 @@ def test_gradients_are_exact_again_and_again():
         assert all(torch.equal(x, y) for x, y in zip(first, again))
 
 
+def test_the_backward_takes_saved_tensors_of_other_strides():
+    q, k, v = (make(2, 15, 4, 32, grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous().mT, lambda x: x):
+        out = flash_attn_func(q, k, v, causal=True)
+    want = gradients(flash_attn_func(q, k, v, causal=True), (q, k, v), dout)
+    assert all(torch.equal(x, y) for x, y in zip(gradients(out, (q, k, v), dout), want))
+
+
 CHANGES = {  # an option, and how the caller may write it between forward and backward
     "window_size": [(lambda: [8, 8], lambda x: x.__setitem__(slice(None), [2, 0])), (lambda: i32(8, 8), torch.zero_)],
     "softmax_scale": [(lambda: torch.tensor(0.3), torch.zero_)],
