@@ -235,6 +235,9 @@ def test_subset_of_sequences(is_rms):
     assert nothing.shape == (0, 5, N)
     with pytest.raises(AssertionError, match="out_numrows is 7, .* multiples of 5"):
         names(is_rms)[1](x0, residual, weight, bias, 0.0, 1e-5, None, x0_subset, out_subset, 2.0, 7)
+    for wrong in ((x0_subset - 1, out_subset), (x0_subset + 9, out_subset), (x0_subset, out_subset - 1)):
+        with pytest.raises(IndexError, match="out of range|out of bounds"):
+            names(is_rms)[1](x0, residual, weight, bias, 0.0, 1e-5, None, *wrong, 2.0, 10)
 
 
 @pytest.mark.parametrize("is_rms", BOTH)

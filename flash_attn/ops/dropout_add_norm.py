@@ -280,7 +280,7 @@ class DropoutAddNorm(nn.Module):
 def _rows(x, subset):
     """The rows of ``[..., n]`` that ``subset`` names, counted from 1. A row is zero where ``subset`` is 0."""
     rows = torch.cat([x.new_zeros(1, x.shape[-1]), x.flatten(0, -2)])
-    return rows[subset.flatten().long()]
+    return rows.index_select(0, subset.flatten().long())
 
 
 def _scale_columns(x0, layerscale):
