@@ -146,6 +146,10 @@ static fa_status check_like(const fa_tensor *t, const fa_tensor *like, int64_t l
     return check_shape(t, like->ndim, size, dims, err);
 }
 
+bool fa_head_dims_of_3_fit(int64_t d, int64_t d_v) {
+    return d_v == d || (d > 128 && d <= 192 && d_v <= 128) || (d <= 64 && d_v <= FA_MAX_HEAD_DIM_V);
+}
+
 /* Checks the head dimensions of an op of flash-attn 3. */
 static fa_status check_head_dims_of_3(const fa_call *c, fa_problem *p, fa_error *err) {
     const int64_t step = p->dtype == FA_E4M3 ? 16 : 8;
@@ -153,7 +157,7 @@ static fa_status check_head_dims_of_3(const fa_call *c, fa_problem *p, fa_error 
     REQUIRE(p->d_v % step == 0 && p->d_v >= 1, "head_size_v should be a multiple of %" PRId64 "; v has %" PRId64, step,
             p->d_v);
     REQUIRE(
-        p->d_v == p->d || (p->d > 128 && p->d <= 192 && p->d_v <= 128) || (p->d <= 64 && p->d_v <= FA_MAX_HEAD_DIM_V),
+        fa_head_dims_of_3_fit(p->d, p->d_v),
         "If V headdim is different from Q/K dim, we only support Q/K headdim in (128, 192] and V headdim in (96, 128] "
         "or less, or Q/K headdim up to 64 and V headdim up to %d; q has %" PRId64 ", v has %" PRId64,
         FA_MAX_HEAD_DIM_V, p->d, p->d_v);

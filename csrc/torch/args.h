@@ -8,4 +8,7 @@
  * length and index tensors are checked too. On CUDA nothing is read from the device, unless FLASH_ATTN_CHECK=1. */
 fa_status fa_check_call(const fa_call *call, fa_problem *problem, fa_error *err);
 
+/* Does an op of flash-attn 3 take keys of d columns with values of d_v columns? */
+bool fa_head_dims_of_3_fit(int64_t d, int64_t d_v);
+
 #endif

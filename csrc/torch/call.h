@@ -48,10 +48,11 @@ typedef struct {
 
     /* Of flash-attn 3. */
     fa_tensor qv, seqused_q, cu_seqlens_k_new, seqlens_rotary, q_descale, k_descale, v_descale, scheduler_metadata;
-    fa_tensor out_partial, lse_partial;                /* of fwd_combine */
-    bool per_tensor, hadamard;                         /* of quantize */
-    int64_t batch_size, num_heads, num_heads_k, dtype; /* of get_scheduler_metadata; dtype: also of out */
-    int64_t attention_chunk, sm_margin, ignored_int;
+    fa_tensor out_partial, lse_partial;                      /* of fwd_combine */
+    bool per_tensor, hadamard;                               /* of quantize */
+    int64_t batch_size, num_heads, num_heads_k, dtype;       /* of get_scheduler_metadata; dtype: also of out */
+    int64_t headdim, headdim_v, page_size, max_seqlen_k_new; /* of get_scheduler_metadata */
+    int64_t attention_chunk, sm_margin;
 
     double dropout_p, softmax_scale, softcap;
     int64_t window_left, window_right, max_seqlen_q, max_seqlen_k, num_splits;

@@ -48,6 +48,11 @@ def combine(n=2, **changes):
     return fa3.flash_attn_combine(**{**given, **changes})
 
 
+def metadata(**changes):
+    given = {"batch_size": 2, "max_seqlen_q": 1, "max_seqlen_k": 8, "num_heads_q": 4, "num_heads_kv": 2, "headdim": 64}
+    return fa3.get_scheduler_metadata(**{**given, "cache_seqlens": i32(1, 2), **changes})
+
+
 def backward(**changes):
     q = t(2, 4, 2, 32)
     given = {"dout": q, "q": q, "k": q, "v": q, "out": q, "softmax_lse": torch.zeros(2, 2, 4)}
@@ -204,6 +209,16 @@ CASES = [
     (lambda: fa3.get_scheduler_metadata(3, 1, 8, 4, 2, 64, i32(1, 2)), "cache_seqlens must have shape (batch_size)"),
     (lambda: fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 64, i32(1, 2).long()), "cache_seqlens must have dtype int32"),
     (lambda: fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 64, i32(1, 2), torch.int8), "FlashAttention only supports fp16"),
+    (lambda: metadata(max_seqlen_q=-1), "max_seqlen_q must be at least 0; it is -1"),
+    (lambda: metadata(max_seqlen_k=-1), "max_seqlen_k must be at least 0; it is -1"),
+    (lambda: metadata(max_seqlen_k_new=-3), "max_seqlen_k_new must be at least 0; it is -3"),
+    (lambda: metadata(page_size=0), "page_size must be at least 1; it is 0"),
+    (lambda: metadata(headdim=0), "headdim must be a multiple of 8 up to 256; it is 0"),
+    (lambda: metadata(headdim=7), "headdim must be a multiple of 8 up to 256; it is 7"),
+    (lambda: metadata(headdim=512), "headdim must be a multiple of 8 up to 256; it is 512"),
+    (lambda: metadata(headdim=24, qkv_dtype=E4M3), "headdim must be a multiple of 16 up to 256; it is 24"),
+    (lambda: metadata(headdim_v=9), "headdim_v must be headdim, or a multiple of 8 up to 128"),
+    (lambda: metadata(headdim=96, headdim_v=128), "headdim_v must be headdim, or a multiple of 8 up to 128"),
 ]  # fmt: skip
 
 
