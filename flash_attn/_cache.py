@@ -59,7 +59,8 @@ def attend_with_cache(
     if isinstance(cache_seqlens, numbers.Integral) and not torch.compiler.is_compiling():
         cache_seqlens = int(cache_seqlens)  # numpy's integers, too
     if isinstance(cache_seqlens, int) and abs(cache_seqlens) >= 2**31:
-        raise RuntimeError(f"cache_seqlens must be at most the keys that there are; it is {cache_seqlens}")
+        allowed = "at least 0" if cache_seqlens < 0 else "at most the keys that there are"
+        raise RuntimeError(f"cache_seqlens must be {allowed}; it is {cache_seqlens}")
     if isinstance(cache_seqlens, (int, torch.SymInt)):
         cache_seqlens = torch.full(q.shape[:1], cache_seqlens, dtype=torch.int32, device=q.device)
     elif cache_seqlens is not None:

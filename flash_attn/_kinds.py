@@ -18,6 +18,8 @@ def came(x):
         return f"it is a tensor of shape {tuple(x.shape)} and dtype {str(x.dtype).removeprefix('torch.')}"
     if _is_long(x):
         return f"it is an int of {x.bit_length()} bits"
+    if isinstance(x, (tuple, list)) and any(map(_is_long, x)):
+        return "it has an integer of more than 64 bits"
     text = repr(x) if isinstance(x, (str, bytes, numbers.Number, tuple, list)) else ""
     return f"it is {text}, of type {_type(x)}" if 0 < len(text) <= 60 else f"it is of type {_type(x)}"
 
@@ -52,6 +54,12 @@ def _is_length(x):
 
 
 def _is_float(x):
+    """The ops have floats of 64 bits."""
+    if isinstance(x, numbers.Real):
+        try:
+            float(x)
+        except OverflowError:
+            return False
     return _is_scalar(x, (numbers.Real, torch.SymFloat, torch.SymInt), lambda dtype: not dtype.is_complex)
 
 

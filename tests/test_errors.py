@@ -469,6 +469,7 @@ CACHE = [
     ("seqlens_negative", {"cache_seqlens": i32(1, -2)}, ["cache_seqlens", "-2"]),
     ("seqlens_int_negative", {"cache_seqlens": -1}, ["cache_seqlens", "-1"]),
     ("seqlens_int_beyond_int32", {"cache_seqlens": 2**31}, ["cache_seqlens", "2147483648"]),
+    ("seqlens_int_below_int32", {"cache_seqlens": -(2**31)}, ["cache_seqlens", "at least 0", "-2147483648"]),
     ("seqlens_int_beyond_int64", {"cache_seqlens": -(2**70)}, ["cache_seqlens", "-1180591620717411303424"]),
     ("seqlens_beyond", {"cache_seqlens": i32(11, 2)}, ["cache_seqlens", "11", "10"]),
     ("append_beyond", {**NEW, "cache_seqlens": i32(0, 8)}, ["cache_seqlens", "10"]),

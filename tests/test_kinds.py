@@ -96,6 +96,8 @@ def test_examples():
     sentence(lambda: flash_attn_func(X, X, X, softcap=None), "softcap must be a number", "NoneType")
     sentence(lambda: flash_attn_func(X, X, X, window_size=(1.5, 2)), "window_size must be (left, right), two integers")
     sentence(lambda: flash_attn_func(X, X, X, softmax_scale="a"), "softmax_scale must be a number or None; it is 'a'")
+    sentence(lambda: flash_attn_func(X, X, X, softmax_scale=10**400), "must be a number or None; it is an int of 1329")
+    sentence(lambda: flash_attn_func(X, X, X, window_size=(2**63, 0)), "it has an integer of more than 64 bits")
     sentence(lambda: flash_attn_varlen_func(ROWS, ROWS, ROWS, [0, 5], CU, 3, 3), "cu_seqlens_q must be a tensor; it")
     sentence(lambda: flash_attn_varlen_qkvpacked_func(ones(5, 3, 2, 16), [0, 5], 3), "cu_seqlens must be a tensor; it")
     qkv = ones(5, 3, 2, 16)

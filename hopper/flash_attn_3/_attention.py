@@ -23,7 +23,7 @@ from flash_attn_3._arguments import (
     maybe_contiguous,
     refuse_transforms,
 )
-from flash_attn_3._ops import _C, ops, refuse_backward, register_gradient, register_once
+from flash_attn_3._ops import _C, NO_BATCHES, ops, refuse_backward, register_gradient, register_once
 
 _forward_op = ops._flash_attn_forward.default
 _backward_op = ops._flash_attn_backward.default
@@ -156,6 +156,8 @@ def _first_gradients(ctx, saved, dout):
 
 
 def _gradients(ctx, dout):
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(dout):
+        raise NotImplementedError(NO_BATCHES)
     saved = ctx.saved_tensors  # read once, because a checkpoint computes them
     grads = _first_gradients(ctx, saved, dout)
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():

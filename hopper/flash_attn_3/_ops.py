@@ -80,6 +80,11 @@ NO_GRADIENTS = (
     "flash_attn.flash_attn_func, which has them"
 )
 
+NO_BATCHES = (
+    "flash_attn_3 has no gradients of a batch (is_grads_batched=True, vectorize=True): compute them one by one, or use "
+    "flash_attn.flash_attn_func, which has them"
+)
+
 
 class _Gradients(torch.library.Library):
     """Gives ops their kernels for autograd. PyTorch's own would drop the tangents of forward-mode AD.

@@ -291,6 +291,10 @@ def test_transforms_of_torch_func():
             transform(x if "vmap" in str(transform) else q)
     with pytest.raises(NotImplementedError, match="flash_attn_3 has no jvp"):
         torch.func.jvp(loss, (q,), (q,))
+    leaf = q.clone().requires_grad_()
+    for out in (fa3.flash_attn_func(leaf, q, q), fa3._flash_attn_forward(leaf, q, q)[0]):
+        with pytest.raises(NotImplementedError, match="flash_attn_3 has no gradients of a batch .*one by one"):
+            torch.autograd.grad(out, leaf, q[None], is_grads_batched=True)
 
 
 def test_decoding_takes_no_tensors_of_torch_func():

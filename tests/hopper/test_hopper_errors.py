@@ -174,6 +174,7 @@ CASES = [
     (lambda: cache(cache_seqlens=i32(3, 3, dtype=torch.int64)), "cache_seqlens must have dtype int32"),
     (lambda: cache(cache_seqlens=9), "cache_seqlens must be at most the 8 keys"),
     (lambda: cache(cache_seqlens=2**40), "cache_seqlens must be at most"),
+    (lambda: cache(cache_seqlens=-(2**31)), "cache_seqlens must be at least 0"),
     (lambda: cache(cache_batch_idx=i32(0, 2)), "cache_batch_idx must be within the 2 rows of k_cache"),
     (lambda: cache(cache_batch_idx=i32(0, 1, dtype=torch.int64)), "cache_batch_idx must have dtype int32"),
     (lambda: cache(cache_leftpad=i32(4, 0)), "cache_leftpad must be within the 3 keys"),
