@@ -96,12 +96,11 @@ def test_what_no_kernel_takes(route):
 
 WITHOUT_MEMORY = """
 import _testcapi, sys, torch
-import flash_attn, flash_attn_interface
+import flash_attn
 q, bias = torch.randn(1, 5, 2, 16), torch.zeros(1, 2, 5, 5)
 call = {
     "return_lse": lambda: flash_attn.flash_attn_func(q, q, q, return_lse=True),
     "attn_bias": lambda: flash_attn.flash_attn_func(q, q, q, attn_bias=bias),
-    "flash_attn_3": lambda: flash_attn_interface.flash_attn_func(q, q, q),
 }[sys.argv[1]]
 call(), call()
 refused = 0
@@ -116,7 +115,7 @@ print(refused > 0)
 """
 
 
-@pytest.mark.parametrize("call", ["return_lse", "attn_bias", "flash_attn_3"])
+@pytest.mark.parametrize("call", ["return_lse", "attn_bias"])
 def test_no_memory_for_an_object_of_python(call):
     """PyTorch throws a C++ exception if there is no memory for a torch.Tensor."""
     pytest.importorskip("_testcapi")

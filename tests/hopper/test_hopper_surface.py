@@ -153,6 +153,27 @@ def test_examples_of_the_readme_run():
         assert done.stdout == printed, done.stderr
 
 
+def test_no_memory_for_an_object_of_python():
+    """PyTorch throws a C++ exception if there is no memory for a torch.Tensor."""
+    pytest.importorskip("_testcapi")
+    done = fresh_python.python(f"""
+import sys; sys.path.insert(0, {str(HOPPER)!r})
+import _testcapi, torch
+from flash_attn_interface import flash_attn_func
+q, refused = torch.randn(1, 5, 2, 16), 0
+flash_attn_func(q, q, q), flash_attn_func(q, q, q)
+for allocation in range(1, 60):
+    _testcapi.set_nomemory(allocation, allocation + 1)
+    try:
+        result = flash_attn_func(q, q, q)
+    except MemoryError:
+        refused += 1
+    _testcapi.remove_mem_hooks()
+print(refused > 0)
+""")
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
 def test_without_the_compiled_module_one_sentence(tmp_path):
     """As in a checkout that was not built."""
     shutil.copytree(HOPPER / "flash_attn_3", tmp_path / "flash_attn_3", ignore=shutil.ignore_patterns("_C.*"))
