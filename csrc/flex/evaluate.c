@@ -175,7 +175,7 @@ static bool find_slopes(const fa_flex_evaluator *e, const fa_flex_trait *traits,
     for (int i = 0; i < x->num_operands; i++) {
         const int32_t operand = x->operand[i];
         const uint8_t depends = e->bound->program->instructions[operand].depends;
-        const bool is_same = !(depends & (are_keys ? FA_FLEX_ON_KV : FA_FLEX_ON_Q));
+        const bool is_same = !(depends & ((are_keys ? FA_FLEX_ON_KV : FA_FLEX_ON_Q) | FA_FLEX_ON_SCORE));
         slope[i] = is_same ? 0 : are_keys ? traits[operand].of_kv : traits[operand].of_q;
         is_even &= is_same || traits[operand].is_linear;
     }

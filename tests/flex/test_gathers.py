@@ -71,3 +71,23 @@ def test_every_way_to_read(dtype, lengths):
             out = flex_attention(query, key, value, lambda s, b, h, i, j: s + read(b, h, i, j))  # noqa: B023
             expected = scores + dense
         assert (out - expected.softmax(-1) @ value.double()).abs().max() < 1e-5, name
+
+
+def test_an_index_may_follow_the_score():
+    table = table_of(torch.float32, 8, 48).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 48, 8, generator=generator) for _ in range(3))
+    ways = {
+        "keys": lambda s, i, j: table[(s * 3 + 4).clamp(0, 7).long(), j],
+        "rows": lambda s, i, j: table[(s * 3 + 4).clamp(0, 7).long(), i],
+        "a choice": lambda s, i, j: table[torch.where(s > 0, 1, 0), j],
+        "turned": lambda s, i, j: table.T[j, (s * 3 + 4).clamp(0, 7).long()],
+    }
+    scores = query.double() @ key.double().mT * 8**-0.5
+    i, j = torch.arange(48)[:, None], torch.arange(48)
+    for name, read in ways.items():
+        out = flex_attention(query, key, value, lambda s, b, h, q, kv: s + read(s, q, kv))  # noqa: B023
+        want = (scores + read(scores, i, j)).softmax(-1) @ value.double()
+        assert (out - want).abs().max() < 1e-5, name
+        has, wants = (torch.autograd.grad(x, table, torch.ones_like(x) * value)[0] for x in (out, want.float()))
+        assert (has - wants).abs().max() < 1e-4, name
