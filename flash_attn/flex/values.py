@@ -1,6 +1,8 @@
 """What a mod sees while it is traced: in place of its indices, and of numbers, tensors and objects that it captures."""
 
 import contextlib
+import copy
+import copyreg
 import functools
 import operator
 import types
@@ -302,6 +304,8 @@ class Object:
         trace, number = get(self, "_trace"), get(self, "_number")
         if name == "__class__":
             return type(trace.steps.values[number])
+        if name == "__reduce_ex__":  # which copy.deepcopy asks of the object itself
+            return get(self, name)
         return trace.attribute(number, name)
 
     def __setattr__(self, name, value):
@@ -370,9 +374,32 @@ class Object:
     def __getitem__(self, index):
         return type(self).__getattribute__(self, "__getitem__")(index)
 
+    def __copy__(self):
+        if object.__getattribute__(self, "_asked")(has("__copy__")):
+            return type(self).__getattribute__(self, "__copy__")()
+        return copy.copy(_Reduced(self))
+
     def __reduce_ex__(self, protocol):
-        """``copy.copy`` asks the type. The copy is an object of the real class."""
-        return type(self).__getattribute__(self, "__reduce_ex__")(protocol)
+        """``copy.copy`` and ``copy.deepcopy`` ask the type. The copy is an object of the real class."""
+        get = object.__getattribute__
+        reduce = get(self, "_asked")(_reduce_by_copyreg)
+        return (
+            reduce(self) if reduce else get(self, "_trace").attribute(get(self, "_number"), "__reduce_ex__")(protocol)
+        )
+
+
+def _reduce_by_copyreg(value):
+    return copyreg.dispatch_table.get(type(value))
+
+
+class _Reduced:
+    """What ``copy.copy`` takes for an object without a way of its own to be copied."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __reduce_ex__(self, protocol):
+        return type(self.of).__reduce_ex__(self.of, protocol)
 
 
 class DataObject(Object):

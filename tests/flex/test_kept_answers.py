@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import copyreg
 import dataclasses
 import functools
 import types
@@ -130,3 +131,31 @@ def test_an_index_is_a_tensor():
     is_tensor = torch.is_tensor
     check(lambda b, h, q, k: q >= k if torch.is_tensor(q) else q <= k)
     check(lambda b, h, q, k: q >= k if is_tensor(q) and not is_tensor(b"") else q <= k)
+
+
+@dataclasses.dataclass
+class Tripled:
+    width: int = 1
+
+    def __copy__(self):
+        return Tripled(self.width * 3)
+
+
+class Pickled:
+    def __init__(self, width=1):
+        self.width = width
+
+
+def test_a_class_says_how_it_is_copied(monkeypatch):
+    monkeypatch.setitem(copyreg.dispatch_table, Pickled, lambda x: (Pickled, (x.width * 3,)))
+    for made, kind in (
+        (Tripled(), copy.copy),
+        (Pickled(), copy.copy),
+        (Pickled(), copy.deepcopy),
+        (Width(), copy.copy),
+    ):
+        check(lambda b, h, q, k: q - k <= kind(made).width)  # noqa: B023
+    made, copied = Pickled(), copy.copy
+    check(lambda b, h, q, k: q - k <= copied(made).width)
+    monkeypatch.delitem(copyreg.dispatch_table, Pickled)
+    check(lambda b, h, q, k: q - k <= copied(made).width)
