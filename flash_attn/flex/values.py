@@ -383,9 +383,9 @@ class Object:
         """``copy.copy`` and ``copy.deepcopy`` ask the type. The copy is an object of the real class."""
         get = object.__getattribute__
         reduce = get(self, "_asked")(_reduce_by_copyreg)
-        return (
-            reduce(self) if reduce else get(self, "_trace").attribute(get(self, "_number"), "__reduce_ex__")(protocol)
-        )
+        if reduce:
+            return reduce(self)
+        return get(self, "_trace").attribute(get(self, "_number"), "__reduce_ex__")(protocol)
 
 
 def _reduce_by_copyreg(value):
