@@ -209,59 +209,46 @@ static void place(const fa_flex_operation *o, const fa_flex_capture *c, int rank
     for (int dim = rank - 1; dim >= 0; stride *= c->size[dim--]) add_places(o->n, at, o->in[dim], c->size[dim], stride);
 }
 
-/* at NULL: the elements lie one behind the other. `turn` fills FA_FLEX_GROUP lines, of lanes that lie `step` apart. */
-#define LOAD(name, turn, element, of, result)                                             \
-    static void name(int n, result *restrict r, const element *data, const int64_t *at) { \
-        if (!at) {                                                                        \
-            EACH((result)of(data[i]));                                                    \
-        }                                                                                 \
-        EACH((result)of(data[at[i]]));                                                    \
-    }                                                                                     \
-    static void turn(int n, result *restrict r, const element *data, int64_t step) {      \
-        for (int lane = 0; lane < n; lane++, data += step)                                \
-            for (int line = 0; line < FA_FLEX_GROUP; line++)                              \
-                r[line * FA_FLEX_MOST_LANES + lane] = (result)of(data[line]);             \
+/* at NULL: the elements lie one behind the other. Then a step other than 0 asks for FA_FLEX_GROUP lines, one behind the
+ * other in `data`, of lanes that lie `step` apart. */
+#define LOAD(name, element, of, result)                                                                 \
+    static void name(int n, result *restrict r, const element *data, const int64_t *at, int64_t step) { \
+        if (at) {                                                                                       \
+            EACH((result)of(data[at[i]]));                                                              \
+        }                                                                                               \
+        if (step == 0) {                                                                                \
+            EACH((result)of(data[i]));                                                                  \
+        }                                                                                               \
+        for (int lane = 0; lane < n; lane++, data += step)                                              \
+            for (int line = 0; line < FA_FLEX_GROUP; line++)                                            \
+                r[line * FA_FLEX_MOST_LANES + lane] = (result)of(data[line]);                           \
     }
 #define IS_TRUE(x) ((x) != 0)
-LOAD(load_bools, turn_bools, uint8_t, IS_TRUE, uint8_t)
-LOAD(load_u8, turn_u8, uint8_t, , int64_t)
-LOAD(load_i8, turn_i8, int8_t, , int64_t)
-LOAD(load_i16, turn_i16, int16_t, , int64_t)
-LOAD(load_i32, turn_i32, int32_t, , int64_t)
-LOAD(load_f16, turn_f16, uint16_t, fa_f32_from_f16, float)
-LOAD(load_bf16, turn_bf16, uint16_t, fa_f32_from_bf16, float)
-LOAD(load_f32, turn_f32, float, , float)
-LOAD(load_words, turn_words, int64_t, , int64_t)
+LOAD(load_bools, uint8_t, IS_TRUE, uint8_t)
+LOAD(load_u8, uint8_t, , int64_t)
+LOAD(load_i8, int8_t, , int64_t)
+LOAD(load_i16, int16_t, , int64_t)
+LOAD(load_i32, int32_t, , int64_t)
+LOAD(load_f16, uint16_t, fa_f32_from_f16, float)
+LOAD(load_bf16, uint16_t, fa_f32_from_bf16, float)
+LOAD(load_f32, float, , float)
+LOAD(load_words, int64_t, , int64_t)
 
 #define FA_FLEX_DTYPE(enumerator, name, type, bytes) bytes,
 static const int8_t bytes_of[] = {FA_FLEX_DTYPES(FA_FLEX_DTYPE)};
 #undef FA_FLEX_DTYPE
 
-static void load(fa_flex_dtype dtype, int n, void *r, const void *data, const int64_t *at) {
+static void load(fa_flex_dtype dtype, int n, void *r, const void *data, const int64_t *at, int64_t step) {
     switch (dtype) {
-    case FA_FLEX_OF_BOOL: load_bools(n, r, data, at); return;
-    case FA_FLEX_OF_U8: load_u8(n, r, data, at); return;
-    case FA_FLEX_OF_I8: load_i8(n, r, data, at); return;
-    case FA_FLEX_OF_I16: load_i16(n, r, data, at); return;
-    case FA_FLEX_OF_I32: load_i32(n, r, data, at); return;
-    case FA_FLEX_OF_F16: load_f16(n, r, data, at); return;
-    case FA_FLEX_OF_BF16: load_bf16(n, r, data, at); return;
-    case FA_FLEX_OF_F32: load_f32(n, r, data, at); return;
-    default: load_words(n, r, data, at); return; /* int64 and fp64 */
-    }
-}
-
-static void turn(fa_flex_dtype dtype, int n, void *r, const void *data, int64_t step) {
-    switch (dtype) {
-    case FA_FLEX_OF_BOOL: turn_bools(n, r, data, step); return;
-    case FA_FLEX_OF_U8: turn_u8(n, r, data, step); return;
-    case FA_FLEX_OF_I8: turn_i8(n, r, data, step); return;
-    case FA_FLEX_OF_I16: turn_i16(n, r, data, step); return;
-    case FA_FLEX_OF_I32: turn_i32(n, r, data, step); return;
-    case FA_FLEX_OF_F16: turn_f16(n, r, data, step); return;
-    case FA_FLEX_OF_BF16: turn_bf16(n, r, data, step); return;
-    case FA_FLEX_OF_F32: turn_f32(n, r, data, step); return;
-    default: turn_words(n, r, data, step); return; /* int64 and fp64 */
+    case FA_FLEX_OF_BOOL: load_bools(n, r, data, at, step); return;
+    case FA_FLEX_OF_U8: load_u8(n, r, data, at, step); return;
+    case FA_FLEX_OF_I8: load_i8(n, r, data, at, step); return;
+    case FA_FLEX_OF_I16: load_i16(n, r, data, at, step); return;
+    case FA_FLEX_OF_I32: load_i32(n, r, data, at, step); return;
+    case FA_FLEX_OF_F16: load_f16(n, r, data, at, step); return;
+    case FA_FLEX_OF_BF16: load_bf16(n, r, data, at, step); return;
+    case FA_FLEX_OF_F32: load_f32(n, r, data, at, step); return;
+    default: load_words(n, r, data, at, step); return; /* int64 and fp64 */
     }
 }
 
@@ -302,9 +289,9 @@ static bool take_turned(const fa_flex_operation *o, const fa_flex_capture *c, fa
     int64_t line = t->at ? (data - t->at) / bytes_of[dtype] : -1;
     if (!t->at || data < t->at || line >= FA_FLEX_GROUP || t->step != at->step || t->n != o->n) {
         even_places all;
-        if (!lines_follow(o, c) || !find_even_places(o, c, FA_FLEX_GROUP - 1, &all)) return false;
+        if (at->step == 0 || !lines_follow(o, c) || !find_even_places(o, c, FA_FLEX_GROUP - 1, &all)) return false;
         if (!t->values && !(t->values = malloc(FA_FLEX_GROUP * FA_FLEX_MOST_LANES * bytes))) return false;
-        turn(dtype, o->n, t->values, data, at->step);
+        load(dtype, o->n, t->values, data, NULL, at->step);
         t->at = data, t->step = at->step, t->n = o->n, line = 0;
     }
     memcpy(o->r, (const char *)t->values + (size_t)line * FA_FLEX_MOST_LANES * bytes, (size_t)o->n * bytes);
@@ -316,14 +303,14 @@ static void gather(const fa_flex_operation *o, const fa_flex_capture *c, fa_flex
     even_places even;
     if (o->is_even && find_even_places(o, c, 0, &even)) {
         if (even.step == 1) {
-            load(dtype, o->n, o->r, (const char *)c->data + even.first * bytes_of[dtype], NULL);
+            load(dtype, o->n, o->r, (const char *)c->data + even.first * bytes_of[dtype], NULL, 0);
             return;
         }
         if (o->turned && take_turned(o, c, dtype, &even)) return;
     }
     memset(at, 0, (size_t)o->n * sizeof *at);
     for (int dim = 0; dim < o->x->num_operands; dim++) add_places(o->n, at, o->in[dim], c->size[dim], c->stride[dim]);
-    load(dtype, o->n, o->r, c->data, at);
+    load(dtype, o->n, o->r, c->data, at, 0);
 }
 
 const fa_flex_operations OPERATIONS = {operate, gather, place, fill, count};
