@@ -344,9 +344,10 @@ def _way_of_mods(
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
     blocks = None
-    if not is_on_cpu(q) and places.has_window and q.numel() and k.numel():
+    has_dense_mask = attn_mask is not None and not is_packed
+    if not is_on_cpu(q) and places.has_window and q.numel() and k.numel() and not has_dense_mask:
         blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
-    elif attn_mask is not None and not is_packed and is_on_cpu(q) and not is_imagined() and not is_watched(attn_mask):
+    elif has_dense_mask and is_on_cpu(q) and not is_imagined() and not is_watched(attn_mask):
         shape = *views[0].shape[:3], views[1].shape[2]  # the layers of a model share a mask
         blocks = remembered(attn_mask, (shape, window), lambda: flex.prepare(*views, scale, None, mask_mod)[0].blocks)
     call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
@@ -355,13 +356,13 @@ def _way_of_mods(
     return Mods(call, is_packed, deterministic, names, shift, lengths[0] if is_packed else None), tensors
 
 
-def _in_a_graph(q, k, v, scale, lengths, has_window, score_mod, mask_mod, sinks, shift, deterministic, wants_max):
+def _in_a_graph(q, k, v, scale, lengths, has_blocks, score_mod, mask_mod, sinks, shift, deterministic, wants_max):
     """The mods of a call that Dynamo traces: out, lse and max_scores."""
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k, v)]
     of_rows = None if sinks is None else (sinks, shift, lengths[0] if is_packed else None)
     out, lse, max_scores = graph.attend_with_sinks(
-        *views, score_mod, mask_mod, scale, of_rows, wants_max, deterministic, mods.BLOCK if has_window else 0
+        *views, score_mod, mask_mod, scale, of_rows, wants_max, deterministic, mods.BLOCK if has_blocks else 0
     )
     out = out.transpose(1, 2)
     return (out.squeeze(0), lse.squeeze(0), max_scores) if is_packed else (out, lse, max_scores)
@@ -439,8 +440,9 @@ def attend(
         shift = None if shift is None else shift.float()
         of_rows = None if shift is None else shift.squeeze(0) if lengths else shift
         if torch.compiler.is_dynamo_compiling():
+            has_blocks = places.has_window or (attn_mask is not None and not lengths)
             out, lse, max_scores = _in_a_graph(
-                q, k, v, softmax_scale, lengths, places.has_window, *functions, sinks, shift, deterministic,
+                q, k, v, softmax_scale, lengths, has_blocks, *functions, sinks, shift, deterministic,
                 return_max_logits,
             )  # fmt: skip
         else:

@@ -21,8 +21,8 @@ from flash_attn._ops import is_freed
 from flash_attn._remembered import remembered
 from flash_attn._sinks import without_rows_behind
 from flash_attn.flex import attention as flex
+from flash_attn.flex import ops
 from flash_attn.flex import options as mods
-from flash_attn.flex.block_mask import LISTS, find_blocks
 from flash_attn.flex.kept_walks import FEW_BYTES, KeptWalks
 from flash_attn.flex.tracer import program_of
 
@@ -154,29 +154,15 @@ def _fit_sums(cu_seqlens, q):
 # ---- blocks of masks -----------------------------------------------------------------------------------------------
 
 
-def _found(bound, bindable, device, shape):
-    mask = bindable.bound(bound)
-    b, h, len_q, len_kv = shape
-    b, h = b if bindable.reads_b else 1, h if bindable.reads_h else 1
-    lists = find_blocks(mask, device, b, h, len_q, len_kv, BLOCK, BLOCK)
-    return (BLOCK, BLOCK, *(lists[name] for name in LISTS))
+def _blocks(device, attn_mask, shape, window, is_packed, programs, mask):
+    """The lists of blocks, or None. C calls this function, with what ``_programs_of`` returned and the mask."""
 
+    def find():
+        return ops.blocks_of_mask(device, shape, mask, programs[4].program)
 
-@functools.lru_cache(maxsize=16)
-def _blocks_of_window(mask, bindable, shape):
-    """The layers of a model have the same window. Nobody writes into these lists."""
-    with torch.inference_mode(False):
-        return _found(mask, bindable, torch.device("cpu"), shape)
-
-
-def _blocks(attn_mask, shape, window, is_packed, programs, mask):
-    """The lists of blocks on the CPU. C calls this function, with what ``_programs_of`` returned and the mask."""
-    bindable = programs[4]
-    if attn_mask is None and not is_packed:
-        return _blocks_of_window(mask, bindable, (1, 1, *shape[2:]))
-    if not is_packed:
-        return remembered(attn_mask, (shape, window), lambda: _found(mask, bindable, attn_mask.device, shape))
-    return _found(mask, bindable, torch.device("cpu"), shape)
+    if attn_mask is not None and not is_packed and device.type == "cpu":
+        return remembered(attn_mask, (shape, window), find)
+    return find()
 
 
 # What is kept on a GPU belongs to one stream. A CUDA graph gets tensors of its own, because those that are kept may be
@@ -207,22 +193,22 @@ def _with_walks(blocks, is_exact):
 # NOTE: torch.no_grad as a decorator of an inner function takes 10 us whenever the inner function is made.
 
 
-def _dense_on_gpu(len_q, len_kv, window, device, is_exact):
+def _dense_on_gpu(len_q, len_kv, window, device):
     """The lists of the blocks of a window, or None."""
     if not (len_q and len_kv) or _is_one_block(len_q, len_kv):
         return None
-    what = len_q, len_kv, window, is_exact, device
+    what = len_q, len_kv, window, device
     return _blocks_of_dense(*what) if _is_captured(device) else _kept_blocks_of_dense(*what, _stream_of(device))
 
 
 @torch.inference_mode(False)
-def _blocks_of_dense(len_q, len_kv, window, is_exact, device):
-    return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, is_exact)
+def _blocks_of_dense(len_q, len_kv, window, device):
+    return mods.blocks_of(mods.Places(len_q, len_kv, window), len_q, len_kv, device, True)
 
 
 @functools.lru_cache(maxsize=16)
-def _kept_blocks_of_dense(len_q, len_kv, window, is_exact, device, stream):
-    return _with_walks(_blocks_of_dense(len_q, len_kv, window, is_exact, device), is_exact)
+def _kept_blocks_of_dense(len_q, len_kv, window, device, stream):
+    return _with_walks(_blocks_of_dense(len_q, len_kv, window, device), True)
 
 
 def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
@@ -371,16 +357,19 @@ def attend(
         (b, len_q), len_kv = q.shape[:2], keys.shape[1]
         shape = (1, q.shape[-2], b, keys.shape[0]) if is_packed else (b, q.shape[-2], len_q, len_kv)
         if not (_is_one_block(*shape[2:]) or 0 in shape):
-            blocks = functools.partial(_blocks, attn_mask, shape, (causal, *window_size), is_packed)
+            blocks = functools.partial(_blocks, q.device, attn_mask, shape, (causal, *window_size), is_packed)
     elif is_packed:
         found = _places_on_gpu(q, keys, lengths, window, attn_mask is None)
         if found is None:
             return None
         places, blocks = found
+    elif attn_mask is not None:
+        shape = q.shape[0], q.shape[-2], q.shape[1], keys.shape[1]
+        blocks = functools.partial(_blocks, q.device, attn_mask, shape, None, False)
     elif window != (-1, -1):
         if _are_watched():
             return None
-        blocks = _dense_on_gpu(q.shape[1], keys.shape[1], window, q.device, attn_mask is None)
+        blocks = _dense_on_gpu(q.shape[1], keys.shape[1], window, q.device)
     record = [] if is_recorded or return_lse else None
     shift = None
     if attn_bias is not None and attn_bias.dtype == torch.float64 and not on_cpu:
@@ -406,7 +395,7 @@ def attend(
         mask = None if mask_of is None else mask_of.bound(mask)
         call = flex.Call(softmax_scale, score, mask, blocks, return_max_logits)
         names = [] if score_of is None else [*score_of.names]
-        names += [None] * (0 if blocks is None else len(LISTS)) + ([] if mask_of is None else mask_of.names)
+        names += [None] * (0 if blocks is None else len(flex.LISTS)) + ([] if mask_of is None else mask_of.names)
         way = _extended.Mods(call, is_packed, deterministic, names, of_rows, lengths[0] if is_packed else None)
         tensors = score[1] if score else ()
         out, lse = _extended.record(way, (out, lse, way.saved(sinks), probability), sinks, q, k, v, *tensors)

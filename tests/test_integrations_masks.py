@@ -353,10 +353,10 @@ def test_a_mask_with_any_strides_of_sizes_of_one():
 
 
 def test_blocks_of_a_dense_mask_are_found_once(monkeypatch):
-    from flash_attn import _extended_directly
+    from flash_attn.flex import ops
 
     looks = []
-    monkeypatch.setattr(_extended_directly, "find_blocks", counted(_extended_directly.find_blocks, looks))
+    monkeypatch.setattr(ops, "find_lists", counted(ops.find_lists, looks))
     q = k = v = torch.randn(1, 200, 2, 16)
     mask = torch.rand(1, 1, 200, 200) > 0.5
     first = [flash_attn_func(q, k, v, attn_mask=mask) for _ in range(3)]

@@ -51,7 +51,7 @@ typedef struct {
     int per_cta, unused; /* blocks of a CTA, at most FA_FLEX_CLASSIFY_THREADS */
 } fa_cuda_flex_classification;
 
-/* fa_flex_lists. */
+/* fa_flex_lists. num_q NULL: the columns are not wanted. */
 typedef struct {
     int *num_kv, *kv, *num_q, *q;
 } fa_cuda_block_places;

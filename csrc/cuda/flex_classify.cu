@@ -7,9 +7,11 @@
  * A CTA has per_cta blocks that lie side by side. Each thread bounds the mask over one of them, which tells the kind of
  * most blocks. The CTA evaluates the others together, one after the other, until it finds a pair that differs from the
  * block's last row and first key. The last row and the first rows come first, because they tell the most. Each warp
- * takes one row at a time. */
+ * takes one row then, and AT_ONCE rows in each later turn: where a mask is read from memory, as many loads are under
+ * way together. */
 #include "flex_blocks.cuh"
 #define FLEX_BOUNDS
+#define FLEX_MERGES_LOADS
 #include "flex_mods.cuh"
 
 #ifndef KERNEL
@@ -36,10 +38,22 @@ struct mask_block {
     }
 };
 
-/* Does a pair of the lane's keys in row i differ from `expected`? */
-DEVICE bool row_differs(const classification &p, const mask_block &block, int i, bool expected) {
-    for (long long j = block.j + (int)(threadIdx.x % 32); j < block.j_end; j += 32)
-        if (flex_mask(p.values, block.b, block.h, i, (int)j) != expected) return true;
+constexpr int AT_ONCE = FLEX_LONG_MASK ? 1 : 8;
+
+/* Does a pair of the lane's keys in the rows [first, first + ROWS) differ from `expected`? Row 0 stands for the last
+ * row of the block, and row r for its row r - 1. Rows behind the last are rows that were looked at before. */
+template <int ROWS>
+DEVICE bool rows_differ(const classification &p, const mask_block &block, long long first, bool expected) {
+    for (long long j = block.j + (int)(threadIdx.x % 32); j < block.j_end; j += 32) {
+        bool differs = false;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const long long i = block.i + first + r - 1;
+            const int row = first + r == 0 ? block.i_end - 1 : (int)min(i, (long long)block.i_end - 1);
+            differs |= flex_mask(p.values, block.b, block.h, row, (int)j) != expected;
+        }
+        if (differs) return true;
+    }
     return false;
 }
 
@@ -47,11 +61,10 @@ DEVICE bool row_differs(const classification &p, const mask_block &block, int i,
 DEVICE block_kind kind_of(const classification &p, const mask_block &block) {
     const int num_rows = block.i_end - block.i, warps = (int)blockDim.x / 32, warp = (int)threadIdx.x / 32;
     const bool expected = flex_mask(p.values, block.b, block.h, block.i_end - 1, block.j);
-    for (long long turn = 0; turn < num_rows; turn += warps) {
-        const long long row = turn + warp;
-        bool differs = false;
-        if (row < num_rows)
-            differs = row_differs(p, block, row == 0 ? block.i_end - 1 : block.i + (int)row - 1, expected);
+    if (__syncthreads_or(rows_differ<1>(p, block, warp, expected))) return PARTIAL_BLOCK;
+    for (long long turn = warps; turn < num_rows; turn += warps * AT_ONCE) {
+        const long long first = turn + warp * AT_ONCE;
+        const bool differs = first < num_rows && rows_differ<AT_ONCE>(p, block, first, expected);
         if (__syncthreads_or(differs)) return PARTIAL_BLOCK;
     }
     return !expected ? EMPTY_BLOCK : block.is_whole ? FULL_BLOCK : PARTIAL_BLOCK;

@@ -1,6 +1,6 @@
 /* Lists the blocks of a map that flex_classify.cu made, as ../flex/classify.c lists them: for each row of blocks the
  * places of all blocks of a kind in ascending order, and behind them the places of all other blocks in ascending order.
- * Of the columns the same. One warp lists one row or column, for both kinds. */
+ * Of the columns the same, if they are wanted. One warp lists one row or column, for both kinds. */
 #include "flex_blocks.cuh"
 
 #ifndef KERNEL
@@ -29,7 +29,7 @@ DEVICE void list(const unsigned char *kinds, int num, int step, int kind, int *c
 
 extern "C" __global__ void __launch_bounds__(FA_FLEX_CLASSIFY_THREADS) KERNEL(const fa_cuda_flex_lists p) {
     const int warps = (int)blockDim.x / 32;
-    const long long lines = (long long)p.rows + p.columns;
+    const long long lines = (long long)p.rows + (p.partial.num_q ? p.columns : 0);
     for (long long at = (long long)blockIdx.x * warps + threadIdx.x / 32; at < p.heads * lines;
          at += (long long)gridDim.x * warps) {
         const long long head = at / lines, line = at % lines;

@@ -151,10 +151,14 @@ static void list_columns(const uint8_t *kinds, int64_t rows, int64_t columns, in
         }
 }
 
+static int64_t lists_of_head(const work *w) {
+    return w->rows + (w->blocks->partial.num_q ? blocks_of(w->columns, STRIP) : 0);
+}
+
 /* A task lists a row, or a strip of columns. */
 static void list_tasks(int64_t begin, int64_t end, void *ctx) {
     const work *w = ctx;
-    const int64_t rows = w->rows, columns = w->columns, tasks = rows + blocks_of(columns, STRIP);
+    const int64_t rows = w->rows, columns = w->columns, tasks = lists_of_head(w);
     for (int64_t task = begin; task < end; task++) {
         const int64_t head = task / tasks, row = task % tasks, left = (row - rows) * STRIP;
         const uint8_t *kinds = w->kinds + head * rows * columns;
@@ -183,7 +187,7 @@ fa_status fa_flex_classify(const fa_flex_bound *bound, fa_flex_blocks *blocks, c
     w.kinds = malloc((size_t)(heads * w.rows * w.columns) + 1);
     if (w.tables && w.kinds)
         is_done = pool->parallel_for(heads * w.groups, classify_tasks, &w) && !w.failed &&
-                  pool->parallel_for(heads * (w.rows + blocks_of(w.columns, STRIP)), list_tasks, &w);
+                  pool->parallel_for(heads * lists_of_head(&w), list_tasks, &w);
     blocks->num_evaluated = w.num_evaluated;
     free(w.kinds);
     fa_flex_tables_free((fa_flex_tables *)w.tables);

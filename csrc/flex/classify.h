@@ -6,7 +6,7 @@
 #include "flex.h"
 
 /* The lists of one kind: for each row of blocks the number of its blocks, and their places in ascending order. The
- * places of all other blocks follow, in ascending order, too. Of the columns the same. */
+ * places of all other blocks follow, in ascending order, too. Of the columns the same, unless num_q and q are NULL. */
 typedef struct {
     int32_t *num_kv; /* [b, h, rows] */
     int32_t *kv;     /* [b, h, rows, columns] */

@@ -76,7 +76,7 @@ static fa_status list_blocks(const fa_cuda_call *call, const fa_flex_blocks *k, 
         .columns = (int)blocks_of(k->len_kv, k->block_kv),
     };
     const fa_variant variant = {.family = FA_FLEX_LISTS, .arch = call->gpu->capability};
-    const unsigned grid = grid_of(blocks_of(a.heads * ((int64_t)a.rows + a.columns), WARPS));
+    const unsigned grid = grid_of(blocks_of(a.heads * (a.rows + (a.partial.num_q ? (int64_t)a.columns : 0)), WARPS));
     return fa_cuda_launch(call, variant, (fa_launch){grid, 1, 1, .threads = 32 * WARPS}, &a, err);
 }
 

@@ -219,11 +219,6 @@ bool fa_has_mods(const fa_problem *p) {
     return p->flex && (p->flex->score || p->flex->mask || p->flex->block_q > 0 || p->flex->max_scores.data);
 }
 
-/* Rows of all heads or batches lie at one address. */
-static bool is_expanded(const fa_problem *p, const fa_view *t, int64_t heads) {
-    return (p->b > 1 && t->stride_b == 0) || (heads > 1 && t->stride_h == 0);
-}
-
 /* Does a value depend on nothing but b and h? */
 static bool is_of_head(const fa_flex_program *p, int32_t idx) {
     return (p->instructions[idx].depends & ~(FA_FLEX_ON_B | FA_FLEX_ON_H)) == 0;
@@ -295,8 +290,6 @@ const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes)
     NEEDS(parameter_bytes + sizeof(fa_cuda_flex) + values_bytes <= FA_MOST_PARAMETER_BYTES,
           "its parameters have no room for so many captured tensors and numbers");
     NEEDS(is_short(p->flex->score) && is_short(p->flex->derivative), FA_LONG_MODS_REASON);
-    NEEDS(!is_expanded(p, &p->q, p->h) && !is_expanded(p, &p->k, p->h_kv) && !is_expanded(p, &p->v, p->h_kv),
-          "with mods it takes no tensors that are expanded over batches or heads");
     NEEDS(!fa_changes_scores(p), "with mods it wants a scale that is positive");
     return fa_why_not_blocks(p);
 }

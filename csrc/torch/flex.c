@@ -130,7 +130,8 @@ static fa_status find_device(PyObject *tensors, int32_t *device_type, int32_t *d
     return FA_OK;
 }
 
-/* Finds the memory of one kind's lists in four tensors of int32, which lie where the captures of `v` lie. */
+/* Finds the memory of one kind's lists in four tensors of int32, which lie where the captures of `v` lie. The lists of
+ * the columns may be None. */
 static fa_status read_lists(const fa_flex_values *v, PyObject *tensors, int first, const int64_t *lines,
                             fa_flex_lists *lists, fa_error *err) {
     int32_t **const to[] = {&lists->num_kv, &lists->kv, &lists->num_q, &lists->q};
@@ -138,6 +139,7 @@ static fa_status read_lists(const fa_flex_values *v, PyObject *tensors, int firs
         fa_flex_tensor list;
         const int64_t want[] = {lines[0], lines[1], lines[2 + i / 2], lines[3 - i / 2]};
         TRY(fa_flex_read_tensor(PyTuple_GetItem(tensors, first + i), "a list of blocks", &list, err));
+        if (i >= 2 && !present(&list.t)) continue;
         REQUIRE(present(&list.t) && list.t.dtype == fa_torch.i32, "a list of blocks must be a tensor of dtype int32");
         REQUIRE(list.t.device_type == v->device_type &&
                     (v->device_type == fa_torch.cpu || list.t.device_idx == v->device_idx),
@@ -146,6 +148,7 @@ static fa_status read_lists(const fa_flex_values *v, PyObject *tensors, int firs
         REQUIRE(contiguous(&list.t), "a list of blocks must be contiguous");
         *to[i] = list.t.data;
     }
+    REQUIRE(!lists->num_q == !lists->q, "lists of columns must be two tensors, or None");
     return FA_OK;
 }
 
@@ -216,6 +219,8 @@ static PyObject *flex_classify(PyObject *self, PyObject *args) {
     if (status == FA_OK) blocks.q_offset = q_offset.t.data;
     if (status == FA_OK) status = read_lists(v, lists, 0, lines, &blocks.partial, &err);
     if (status == FA_OK) status = read_lists(v, lists, 4, lines, &blocks.full, &err);
+    if (status == FA_OK && !blocks.partial.num_q != !blocks.full.num_q)
+        status = fa_fail(&err, FA_EINVAL, "the columns must be listed for both kinds, or for none");
     Py_BEGIN_ALLOW_THREADS if (status == FA_OK) status = classify(v, &blocks, &err);
     Py_END_ALLOW_THREADS fa_flex_unbind(v);
     if (status != FA_OK) return fa_raise(status, &err);
@@ -277,13 +282,14 @@ PyMethodDef fa_flex_functions[] = {
      "index of out [b, h, len_q, len_kv]"},
     {"flex_classify", flex_classify, METH_VARARGS,
      "flex_classify(program, tensors, numbers, lists, b, h, len_q, len_kv, block_q, block_kv, q_offset=None) -> the "
-     "number of blocks that were evaluated; fills the lists of partial and of full blocks: num_kv, kv, num_q, q"},
+     "number of blocks that were evaluated; fills the lists of partial and of full blocks: num_kv, kv, num_q, q, where "
+     "num_q and q may be None"},
     {"flex_forward", fa_flex_forward, METH_VARARGS,
      "flex_forward(q, k, v, out, lse, max_scores, scale, plain, score, mask, blocks, "
      "sequences): attention; flex_attend.h"},
     {"flex_direct", fa_flex_direct, METH_VARARGS,
-     "flex_direct(q, k, v, scale, enable_gqa, plain, score, mask, block_mask, sequences, wants_lse, wants_max) -> "
-     "(out, lse, max_scores, blocks), or None if a check fails; flex_attend.h"},
+     "flex_direct(q, k, v, scale, enable_gqa, plain, score, mask, block_mask, find_blocks, sequences, wants_lse, "
+     "wants_max) -> (out, lse, max_scores, blocks), or None if a check fails; flex_attend.h"},
     {"flex_backward", fa_flex_backward, METH_VARARGS,
      "flex_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, softmax_d, scale, plain, score, mask, blocks, "
      "derivative, gradients, deterministic, sequences): its gradients; flex_attend.h"},

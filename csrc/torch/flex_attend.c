@@ -42,7 +42,8 @@ typedef struct {
     void **gradient_data;        /* owned */
     /* Of a call that makes its results: */
     bool makes_results, wants_lse, wants_max, enables_gqa;
-    PyObject *block_mask, *owned_blocks; /* a BlockMask or None, and the blocks that it became */
+    PyObject *block_mask, *find_blocks; /* a BlockMask or None; None, or a function that returns blocks or None */
+    PyObject *owned_blocks;             /* what one of both became */
     fa_outputs outputs;                  /* owned: out, lse and perhaps max_scores */
     fa_kept_of_call kept;
     fa_flex flex;
@@ -353,8 +354,13 @@ static fa_status read_blocks(flex_call *c, fa_error *err) {
         c->owned_blocks = tuple_of_block_mask(c->block_mask, (int64_t[]){p->len_q, p->len_kv}, p->device == FA_CUDA);
         REQUIRE(c->owned_blocks, "block_mask must be a BlockMask of the lengths of the call");
         c->blocks = c->owned_blocks;
+    } else if (c->find_blocks && c->find_blocks != Py_None) {
+        c->owned_blocks = PyObject_CallFunctionObjArgs(c->find_blocks, NULL);
+        if (!c->owned_blocks) return fa_keep_exception(), FA_EPYTHON;
+        c->blocks = c->owned_blocks;
     }
     if (c->blocks == Py_None) return FA_OK;
+    if (PyTuple_Check(c->blocks) && PyTuple_Size(c->blocks) == 2) return FA_OK; /* an op was to find the lists */
     REQUIRE(PyTuple_Check(c->blocks) && (PyTuple_Size(c->blocks) == KEPT || PyTuple_Size(c->blocks) == KEPT + 1),
             "blocks must be None or two sizes, four lists, and perhaps what is kept");
     for (int i = 0; i < 2 + NUM_LISTS; i++) objects[i] = PyTuple_GetItem(c->blocks, i);
@@ -565,8 +571,8 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     flex_call c = {.makes_results = true, .blocks = Py_None};
     fa_error err = {""};
     PyObject *enable_gqa, *wants_lse, *wants_max, *results = NULL;
-    if (!PyArg_UnpackTuple(args, "flex_direct", 12, 12, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
-                           &c.mask, &c.block_mask, &c.sequences, &wants_lse, &wants_max))
+    if (!PyArg_UnpackTuple(args, "flex_direct", 13, 13, &c.q, &c.k, &c.v, &c.scale, &enable_gqa, &c.plain, &c.score,
+                           &c.mask, &c.block_mask, &c.find_blocks, &c.sequences, &wants_lse, &wants_max))
         return NULL;
     if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_unseen() || !fa_is_plain(c.q) || !fa_is_plain(c.k) ||
         !fa_is_plain(c.v))

@@ -5,6 +5,7 @@ A call goes the short way (``_directly``) if its mods are of kinds that were tra
 wrong. Both give the same results and save the same tensors for the backward.
 """
 
+import functools
 import math
 import warnings
 from typing import Any, Optional, Union
@@ -33,7 +34,7 @@ from .arguments import (
     in_autocast,
     number_of,
 )
-from .block_mask import LISTS, find_blocks, is_own, mod_of, noop_mask, on_device
+from .block_mask import LISTS, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import bounds_of, softcap_of, window_of
 from .sequences import key_length, sequences_of, shift_of
@@ -481,13 +482,13 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
             plain = None
     except (AttributeError, IndexError):
         return None
-    if block_mask is None and mask is not None and plain is None:
-        return None  # blocks are to be found
+    is_bare = block_mask is None and mask is not None and plain is None
     scale = None if scale is None else number_of(scale)
     score_text = None if score is None or plain is not None else (score[0].text, score[1], score[2])
     mask_text = None if mask is None or plain is not None else (mask[0].text, mask[1], mask[2])
     found = flash_attn_2_cuda.flex_direct(
-        query, key, value, scale, enable_gqa, plain, score_text, mask_text, block_mask, None,
+        query, key, value, scale, enable_gqa, plain, score_text, mask_text, block_mask,
+        functools.partial(_blocks_of_bare, mask, query, key) if is_bare else None, None,
         True if wants_lse or is_recorded else False, True if wants_max else False,
     )  # fmt: skip
     if found is None or not is_recorded:
@@ -504,33 +505,33 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
 
 
 def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
-    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, on the CPU.
+    """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, or None.
 
-    An op that is watched finds them itself: a graph that is recorded may get another mask.
+    An op that is watched finds them itself, because a graph that is recorded may get another mask. For GPUs it is told
+    so by a size without lists.
     """
-    is_bare = block_mask is None and mask is not None
-    if is_bare and is_on_cpu(query) and query.numel() and len_kv and not ops.is_watched(query, *mask[1]):
-        reads_b, reads_h = (mask[0].reads(op) for op in "bh")
-        sizes, q_offset, block = block_sizes(query, reads_b, reads_h, sequences)
-        lists = find_blocks(mask, query.device, *sizes, query.size(-2), len_kv, *block, q_offset)
-        return (*block, *(lists[name] for name in LISTS))
-    if block_mask is None:
+    if block_mask is not None:
+        block = tuple(map(int, block_mask.BLOCK_SIZE))
+        lists = as_lists(*(getattr(block_mask, name) for name in LISTS), block[1], len_kv)
+        if is_imagined():
+            lists = [x if x is None else on_device(x, query.device) for x in lists]
+        return (*block, *lists)
+    if mask is None:
         return None
-    block = tuple(map(int, block_mask.BLOCK_SIZE))
-    lists = as_lists(*(getattr(block_mask, name) for name in LISTS), block[1], len_kv)
-    if is_imagined():
-        lists = [x if x is None else on_device(x, query.device) for x in lists]
-    return (*block, *lists)
-
-
-def block_sizes(query, reads_b, reads_h, sequences):
-    """What to find for a bare mask_mod: numbers of batches and heads, the offset of the rows, and the size of blocks.
-
-    Where rows have an offset there are few of them, and a block of no more rows than there are can be full."""
-    b, h, len_q, _ = query.shape
+    if ops.is_watched(query, *mask[1]):
+        return None if is_on_cpu(query) else ops.BLOCK
     q_offset = None if sequences is None else sequences.q_offset
-    sizes = [b if reads_b or q_offset is not None else 1, h if reads_h else 1]
-    return sizes, q_offset, (128 if q_offset is None else min(128, len_q), 128)
+    return ops.blocks_of_mask(query.device, (*query.shape[:3], len_kv), *_with_text(mask), q_offset)
+
+
+def _with_text(mask):
+    """``(text, tensors, numbers)`` of a mask, and the object of its program."""
+    program, tensors, numbers = mask
+    return (program.text, tensors, numbers), program
+
+
+def _blocks_of_bare(mask, query, key):
+    return ops.blocks_of_mask(query.device, (*query.shape[:3], key.shape[2]), *_with_text(mask))
 
 
 from . import graph, ops  # noqa: E402  (they need this module)

@@ -351,6 +351,8 @@ def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, 
     if key.size(0) != query.size(0) and places[2] is None:
         key, value = (x.expand(query.size(0), -1, -1, -1) for x in (key, value))
     blocks = (0, 0, None, None, None, None)
+    if mask_mod is not None:
+        blocks = (*ops.BLOCK, None, None, None, None)
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
         lists = [getattr(block_mask, name) for name in LISTS]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._flops import FORMULAS_OF_FLEX
 from .._flops import register as register_flops
-from .._imagined import is_on_cpu
+from .._imagined import is_imagined, is_on_cpu
 from .._ops import (
     empty_like,
     forget_own_kernels,
@@ -93,42 +93,73 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
         plain, score, mask = found, None, None
     elif lists:
         blocks = (*map(int, block_size), *lists, *[None] * (4 - len(lists)))
-    elif mask is not None and not is_on_cpu(query) and block_size and query.numel() and len_kv:
-        blocks = _blocks_on_gpu(query, mask, programs[1], len_kv, tuple(map(int, block_size)))
-    elif mask is not None and is_on_cpu(query) and query.numel() and len_kv:
-        sizes, q_offset, block = attention.block_sizes(query, True, True, sequences)
-        made = _classify(query, mask, [*sizes, query.size(-2), len_kv], block, q_offset)
-        blocks = (*block, *(made[i] for i in PARTIAL_AND_FULL))
+    elif mask is not None and (block_size or is_on_cpu(query)):
+        block = tuple(map(int, block_size)) if block_size else BLOCK
+        shape = *query.shape[:3], len_kv
+        blocks = blocks_of_mask(query.device, shape, mask, programs[1], sequences and sequences.q_offset, block)
     scale = max(query.size(-1), 1) ** -0.5 if scale is None else scale
     return Call(scale, score, mask, blocks, plain, sequences)
 
 
+BLOCK = (128, 128)
+FEW_PAIRS = 1 << 24  # of all heads: a kernel computes the mask of so few sooner than it finds blocks
+FEW_ROWS = 64
+
 _kept_blocks = collections.OrderedDict()
 MOST_KEPT = 16
+MOST_KEPT_BYTES = 16 << 20  # of the lists of a mask
 
 
-def _blocks_on_gpu(query, mask, program, len_kv, block):
-    """The blocks of a mask without lists, as the kernels take them, or None if there is one block.
+def blocks_of_mask(device, shape, mask, program, q_offset=None, block=BLOCK):
+    """The blocks of a mask without lists, as the kernels take them. None: they do better without.
 
     The layers of a model have the same window, which reads no tensor. Its lists are kept for one stream. A CUDA graph
-    makes lists of its own, because those that are kept may be forgotten. So does inductor's run before a graph.
+    makes lists of its own, because those that are kept may be forgotten. So does inductor's run before a graph. A
+    tensor may change without PyTorch's knowledge, so the lists of a mask that reads one are found for each call.
+
+    Args:
+        device, shape: of the queries, and ``(b, h, len_q, len_kv)``.
+        mask, program: ``(text, tensors, numbers)``, and the object of the program or None.
+        q_offset: int32 ``[b]`` or None: what the mask adds to the rows of a batch. There are few of them, and a block
+            of no more rows than there are can be full.
     """
-    shape = [query.size(i) if program is None or program.reads(op) else 1 for i, op in enumerate("bh")]
-    shape += query.size(-2), len_kv
-    if shape[2] <= block[0] and shape[3] <= block[1]:
+    b, h, len_q, len_kv = map(int, shape)
+    on_cpu = device.type == "cpu" and not is_imagined()
+    if 0 in (b, h, len_q, len_kv):
         return None
-    is_kept = not mask[1] and query.is_cuda and may_keep(query.device)
-    stream = torch._C._cuda_getCurrentRawStream(query.device.index) if is_kept else None
-    key = mask[0], mask[2], *shape, *block, query.device, stream
-    found = _kept_blocks.get(key) if is_kept else None
+    if q_offset is not None:
+        block = min(block[0], len_q), block[1]
+    if not on_cpu:
+        is_small = len_q <= FEW_ROWS or b * h * len_q * len_kv < FEW_PAIRS
+        if q_offset is not None or (len_q <= block[0] and len_kv <= block[1]) or (mask[1] and is_small):
+            return None
+    b = b if program is None or program.reads("b") or q_offset is not None else 1
+    h = h if program is None or program.reads("h") else 1
+    num_blocks = b * h * -(-len_q // block[0]) * -(-len_kv // block[1])
+    is_kept = not (mask[1] or q_offset is not None or is_imagined()) and 8 * num_blocks <= MOST_KEPT_BYTES
+    if not (is_kept and may_keep(device)):
+        return *block, *find_lists(mask, device, (b, h, len_q, len_kv), block, q_offset)
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
+    key = mask[0], mask[2], b, h, len_q, len_kv, *block, device, stream
+    found = _kept_blocks.get(key)
     if found is None:
-        made = _classify(query, mask, shape, block)
-        found = (*block, *(made[i] for i in PARTIAL_AND_FULL), *([KeptWalks(FEW_BYTES)] if is_kept else []))
-    if is_kept:
+        with torch.inference_mode(False):
+            found = (*block, *find_lists(mask, device, (b, h, len_q, len_kv), block))
+        found = found if on_cpu else (*found, KeptWalks(FEW_BYTES))
         _kept_blocks[key] = found
         while len(_kept_blocks) > MOST_KEPT:
             _kept_blocks.popitem(last=False)
     return found
+
+
+def find_lists(mask, device, shape, block, q_offset=None):
+    """The lists of the partial and of the full blocks of rows: two numbers and places each, int32."""
+    b, h, len_q, len_kv = shape
+    rows, columns = -(-len_q // block[0]), -(-len_kv // block[1])
+    sizes = (b, h, rows), (b, h, rows, columns)
+    num, places, full_num, full_places = [torch.empty(x, dtype=torch.int32, device=device) for x in sizes * 2]
+    calls.classify(*mask, (num, places, None, None, full_num, full_places, None, None), *shape, *block, q_offset)
+    return num, places, full_num, full_places
 
 
 def _lists_say(lists, mask, len_q, len_kv, block_size):
@@ -379,15 +410,9 @@ def _empty_lists(like, shape, block_size):
     return [like.new_empty(size, dtype=torch.int32) for size in shapes * 2]
 
 
-def _classify(like, mask, shape, block_size, q_offset=None):
-    lists = _empty_lists(like, shape, block_size)
-    calls.classify(*mask, tuple(lists), *shape, *block_size, q_offset)
-    return lists
-
-
-def _classify_op(like, text, tensors, ints, floats, shape, block_size):
-    mask = _bound(text, tensors, ints, floats)
-    lists = _classify(like, mask, shape, block_size)
+def _classify(like, text, tensors, ints, floats, shape, block_size):
+    mask, lists = _bound(text, tensors, ints, floats), _empty_lists(like, shape, block_size)
+    calls.classify(*mask, tuple(lists), *shape, *block_size, None)
     note_lists([lists[i] for i in PARTIAL_AND_FULL], mask, *shape[2:], block_size)
     return lists
 
@@ -398,7 +423,7 @@ def _register():
         "flex_forward": (_forward, _forward_fake),
         "flex_attend": (_attend, _attend_fake),
         "flex_backward": (_backward, _backward_fake),
-        "flex_classify": (_classify_op, lambda like, *rest: _empty_lists(like, *rest[-2:])),
+        "flex_classify": (_classify, lambda like, *rest: _empty_lists(like, *rest[-2:])),
     }
     for name, schema in SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))

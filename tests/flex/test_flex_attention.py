@@ -426,7 +426,7 @@ def test_a_kept_program_takes_no_other_values():
 
     def call(tensors, numbers=numbers):
         mod = program.text, tensors, numbers
-        tail = mod, None, None, None, False, False
+        tail = mod, None, None, None, None, False, False
         return flash_attn_2_cuda.flex_direct(query, key, value, None, False, None, *tail)
 
     want = call(tensors)[0]

@@ -16,7 +16,7 @@ import torch
 
 import flash_attn
 from flash_attn import _extended, _extended_directly, _imagined, _prebuild
-from flash_attn.flex import calls
+from flash_attn.flex import calls, ops
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,12 +62,13 @@ GENERIC_BACKWARD = [
     "attn_bwd_any_bf16_dkdv_d128_q64kv32_of3_flex_#",
 ]
 HOPPER_BACKWARD = ["attn_bwd_prep_bf16_d128_q64kv128", "attn_bwd_sm90_bf16_d128_q64kv128_flex_#"]
+CLASSIFY = ["flex_classify_flex_#", "flex_lists"]
 HOPPER = ["flex_walks", "flex_hidden_flex_#", "attn_fwd_sm90_bf16_d128_q128kv128_flex_#"]
 
 
 def test_forward_on_hopper():
     assert names_of(flex_attention, *qkv(grad=False), alibi, lists(documents)) == HOPPER
-    assert names_of(flex_attention, *qkv(grad=False), alibi, mask_mod=documents) == HOPPER[-1:]
+    assert names_of(flex_attention, *qkv(grad=False), alibi, mask_mod=documents) == [*CLASSIFY, *HOPPER]
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -357,6 +358,7 @@ def test_the_short_way_has_the_programs_that_were_prebuilt(monkeypatch, name, is
         return flash_attn.flash_attn_func(q, q, q, **options)
 
     monkeypatch.setattr(_prebuild, "WIDTHS", {})  # so the long way is gone once
+    monkeypatch.setattr(ops, "FEW_PAIRS", 0)
     monkeypatch.setattr(calls, "forward", long(calls.forward))
     kernels_of(step)
     monkeypatch.setattr(_extended_directly, "_device_type", lambda q: "cuda")

@@ -9,7 +9,7 @@ from oracle_attention import TOLERANCES, attention, close
 from torch.nn.attention.flex_attention import BlockMask
 
 import flash_attn
-from flash_attn.flex_attention import create_block_mask, flex_attention
+from flash_attn.flex_attention import create_block_mask, create_mask, flex_attention
 
 GENERIC = "attn_fwd_any_bf16_d128_q128kv64_of3_flex_#"
 HOPPER = "attn_fwd_sm90_bf16_d128_q128kv128_flex_#"
@@ -100,7 +100,8 @@ def test_numbers_on_a_gpu(make, kernel, d):
     finally:
         flash_attn_2_cuda.set_cuda_kernels(None)
     exact = [x.double().requires_grad_() for x in tensors]
-    want = attention(*exact, None, mask_mod[make])[0]
+    seen = create_mask(mask_mod[make], None, None, length, length, "cpu")
+    want = attention(*exact, None, seen)[0]
     close(out.cpu(), want, TOLERANCES[torch.bfloat16])
     for has, wants in zip(found, torch.autograd.grad(want, exact, dout.to(torch.bfloat16).double()), strict=True):
         assert (has.cpu().double() - wants).abs().max() <= 0.02 * wants.abs().max()
