@@ -102,7 +102,7 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
 
 
 BLOCK = (128, 128)
-FEW_PAIRS = 1 << 24  # of all heads: a kernel computes the mask of so few sooner than it finds blocks
+FEW_PAIRS = 1 << 25  # of all heads: a kernel computes the mask of so few sooner than it finds blocks
 FEW_ROWS = 64
 
 _kept_blocks = collections.OrderedDict()
