@@ -8,11 +8,13 @@
 #include "score.cuh"
 
 #if !FLEX
-#define FLEX_SCORE  0
-#define FLEX_FACTOR 0
-#define FLEX_PARTS  0
-#define FLEX_ADDS   0
+#define FLEX_SCORE     0
+#define FLEX_FACTOR    0
+#define FLEX_PARTS     0
+#define FLEX_ADDS      0
+#define FLEX_PAIR_BITS 0
 #endif
+constexpr bool LOADS_PAIRS_EARLY = FLEX_PAIR_BITS && !WIDE; /* loaded_pairs */
 #if FLEX
 #include "attn_bwd_captures.cuh"
 #endif
@@ -210,6 +212,42 @@ DEVICE first_pair pair_of(const tile &t, int q_tile) {
     const int thread = threadIdx.x - 128;
     return {q_tile * BLOCK_Q + 2 * (thread % 4), first_key(t) + thread % (2 * KEYS) / 32 * 16 + thread % 32 / 4};
 }
+
+/* What the score_mod reads of the pairs of a thread, where these are 16 bits, such as a bias of each query and key, and
+ * what it reads of their rows. EARLY: it is loaded before S = K Q^T begins. NOTE: ptxas had registers for a fourth of
+ * the loads while S and dQ are on their way, and a step waited for memory eight times. Two elements in one register
+ * leave room for all. A lane keeps the rows of its number, because what is spilled waits for memory, too. */
+template <bool EARLY> struct loaded_pairs {
+    DEVICE void load(const mods &, const first_pair &, int) {}
+    DEVICE void settle() {}
+    DEVICE unsigned short bits(const mods &mod, int, int row, int key) const { return mod.pair_bits(row, key); }
+    DEVICE float row(const mods &mod, int, int row) const { return mod.row(row); }
+};
+template <> struct loaded_pairs<true> {
+    unsigned short raw[S_REGS];
+    u32 two[S_REGS / 2];
+    float rows[BLOCK_Q / 32];
+
+    DEVICE void load(const mods &mod, const first_pair &at, int q_tile) {
+#pragma unroll
+        for (int i = 0; i < S_REGS; i++) raw[i] = mod.pair_bits(at.row + row_of(i), at.key + 8 * key_of(i));
+#pragma unroll
+        for (int n = 0; n < BLOCK_Q / 32; n++) rows[n] = mod.row(q_tile * BLOCK_Q + 32 * n + threadIdx.x % 32);
+    }
+    /* Waits for memory. */
+    DEVICE void settle() {
+#pragma unroll
+        for (int i = 0; i < S_REGS / 2; i++) two[i] = raw[2 * i] | (u32)raw[2 * i + 1] << 16;
+        pin(two);
+    }
+    DEVICE unsigned short bits(const mods &, int i, int, int) const {
+        return (unsigned short)(two[i / 2] >> i % 2 * 16);
+    }
+    /* Whole warp. */
+    DEVICE float row(const mods &, int i, int) const {
+        return FLEX_ROW ? __shfl_sync(0xffffffffu, rows[row_of(i) / 32], row_of(i) % 32 + 2 * (threadIdx.x % 4)) : 0;
+    }
+};
 #endif
 
 /* Computes the scores of 16 rows from `first` on. `factor` becomes d S / d (scale q.k). */
@@ -348,7 +386,7 @@ DEVICE head_values values_of(const params &p, const tile &t, const mods &mod) {
  * with the loads of captures behind the branch. */
 DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                                  const mods &mod, const head_values &of_head, const hidden_pairs &hidden, bool hides,
-                                 const first_pair &at) {
+                                 const first_pair &at, const loaded_pairs<LOADS_PAIRS_EARLY> &pairs) {
 #if FLEX_ADDS
     /* One pass over the registers, behind the branch that hides pairs: the sums run beside the exponentials. A sum of
      * a hidden pair that may be NaN would be NaN with -inf, too. There the branch comes behind the exponentials. NOTE:
@@ -358,7 +396,9 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
 #pragma unroll
     for (int i = 0; i < S_REGS; i++) {
         const int i_step = row_of(i), j_step = 8 * key_of(i);
-        const float added = mod.exponent(of_head, -lse[stat_of(i)], at.row + i_step, at.key + j_step, i_step, j_step);
+        const int row = at.row + i_step, key = at.key + j_step;
+        const float added = mod.exponent(of_head, pairs.bits(mod, i, row, key), pairs.row(mod, i, row),
+                                         -lse[stat_of(i)], row, key, i_step, j_step);
         s[i] = ex2(fmaf(s[i], factor, added));
     }
     if (!FLEX_IS_FINITE && hides) hidden.set(s, 0);
@@ -366,8 +406,11 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
     for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<element>(s[2 * i], s[2 * i + 1]);
 #else
 #pragma unroll
-    for (int i = 0; i < S_REGS && !FLEX_FACTOR; i++)
-        if (FLEX_SCORE) s[i] = mod.score(__fmul_rn(s[i], p.score_scale), at.row + row_of(i), at.key + 8 * key_of(i));
+    for (int i = 0; i < S_REGS && FLEX_SCORE && !FLEX_FACTOR; i++) {
+        const int row = at.row + row_of(i), key = at.key + 8 * key_of(i);
+        s[i] = mod.score_of(pairs.bits(mod, i, row, key), pairs.row(mod, i, row), __fmul_rn(s[i], p.score_scale), row,
+                            key);
+    }
     if (!FLEX_FACTOR && hides) hidden.set(s, -INF);
     float probs[2];
 #pragma unroll
@@ -376,7 +419,7 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
         float x = s[i], score = x;
         if (FLEX_FACTOR) {
             x = __fmul_rn(x, p.score_scale);
-            score = mod.score(x, query, key);
+            score = mod.score_of(pairs.bits(mod, i, query, key), pairs.row(mod, i, query), x, query, key);
             if (hidden.has(i)) score = -INF;
         }
         const float prob = ex2(fmaf(score, p.scale_log2, -lse[stat_of(i)]));
@@ -560,7 +603,8 @@ struct step_mods {
     }
     DEVICE void exponentiate(float (&S)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                              const tile &t) const {
-        exponentiate_by_mods(S, lse, P, p, mod, values_of(p, t, mod), hidden, hides, pair_of(t, query_tile_of(entry)));
+        exponentiate_by_mods(S, lse, P, p, mod, values_of(p, t, mod), hidden, hides, pair_of(t, query_tile_of(entry)),
+                             loaded_pairs<LOADS_PAIRS_EARLY>());
     }
     DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, const float *lse,
                               const params &p, const tile &t, sums_of_step &sums, const float (&kept)[S_REGS]) const {

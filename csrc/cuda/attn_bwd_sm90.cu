@@ -215,7 +215,7 @@ DEVICE u32 early(u32 x) {
 
 /* With a sum in the exponent the lse is loaded when S is there, and not before. So its registers are free for what the
  * sum needs. */
-constexpr bool LOADS_LSE_LATE = FLEX_ADDS;
+constexpr bool LOADS_LSE_LATE = FLEX_ADDS || LOADS_PAIRS_EARLY;
 
 /* The operands of a warpgroup: descriptors of stage 0, and where a lane stores dS and dQ in stage 0. */
 struct operands {
@@ -396,13 +396,23 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
 #else
                 const int last_word = 0;
 #endif
+#if FLEX
+                if (LOADS_PAIRS_EARLY) word = uniform(next_word);
+                const mods early_mod(p.flex, p.values, t.b_idx,
+                                     t.first_head + place_of_step<IS_GROUPED>(p, queries.end, step).head_in_group);
+                loaded_pairs<LOADS_PAIRS_EARLY> pairs;
+                pairs.load(early_mod, pair_of(t, query_tile_of(word >> 2)), query_tile_of(word >> 2));
+#endif
                 issue_scores<HEAD_DIM>(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
 #if FLEX
-                word = uniform(next_word);
+                if (!LOADS_PAIRS_EARLY) word = uniform(next_word);
 #endif
                 /* dK of the last step is there: release Q of the last step, and the place of this step's bits */
                 wgmma_wait_group<1>(dK);
                 if (arrives && (HIDDEN_BESIDE_Q || step > 0)) mbarrier_arrive(&s.q_empty[last]);
+#if FLEX
+                pairs.settle();
+#endif
                 /* wait dS: dQ of the last step. NOTE: the first step multiplies whatever lies in dS, and drops the
                  * result. With a branch around the products, or with a separate first step, ptxas runs the products one
                  * by one (C7512). */
@@ -431,7 +441,7 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 if (LOADS_LSE_LATE) load_stats(lse, s.lse[r.stage], lane);
                 if (TAKES_TURNS) bar_sync(BAR_TURN + wg, 256);
 #if FLEX
-                exponentiate_by_mods(S, lse, P, p, mod, of_head, hidden, hides, at);
+                exponentiate_by_mods(S, lse, P, p, mod, of_head, hidden, hides, at, pairs);
 #elif ALIBI
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked, bias);

@@ -190,6 +190,7 @@ struct consumer : consumer_base {
         if (TURN == TURN_WHILE_ISSUING || IS_FIRST) pass_turn();
 #if FLEX
         const int entry = entry_of(place), j = key_tile_of(entry);
+        prefetch_pairs(p, q_head, j * BLOCK_KV, diagonal - lane / 4 - 16 * warp);
         hidden_pairs hidden;
         bool hides = false;
         constexpr bool FINDS_EARLY = FLEX_HIDDEN || !FLEX_SCORE; /* while S is on its way */

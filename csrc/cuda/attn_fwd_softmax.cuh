@@ -70,7 +70,17 @@ DEVICE void score_by_mod(float (&S)[S_REGS], const params &p, const score_head &
     const mod_functions mod(values, q_head.b_idx, q_head.head, 0);
 #pragma unroll
     for (int i = 0; i < S_REGS; i++)
-        S[i] = mod.score(__fmul_rn(S[i], p.score_scale), row + 8 * row_of(i), key + column_of(i));
+        S[i] = mod.score(__fmul_rn(S[i], p.score_scale), row + 8 * row_of(i), key + column_of(i), column_of(i));
+}
+
+/* Asks for what the score_mod will read of a step's pairs of a row block, from its first row and key on. */
+DEVICE void prefetch_pairs(const params &p, const score_head &q_head, int key, int row) {
+#if FLEX_PREFETCHES
+    constexpr int AT_ONCE = 16, PARTS = BLOCK_KV / AT_ONCE; /* keys of 16 bits in 32 bytes */
+    const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
+#pragma unroll
+    for (int i = threadIdx.x % 128; i < 64 * PARTS; i += 128) mod.prefetch(row + i / PARTS, key + i % PARTS * AT_ONCE);
+#endif
 }
 
 /* The kind of a warp's rows [i, i_last] and keys [j, j_last]. Each lane looks at a block. Whole warp. NOTE: loops that

@@ -41,12 +41,44 @@ struct mod_functions {
     DEVICE mod_functions(const flex_values &values, int b_idx, int head, int first)
         : values(values), b_idx(b_idx), head(head), first(first) {}
 
-    /* Returns the score of query i and key j from scale q.k. */
-    DEVICE float score(float x, int i, int j) const {
+    /* Returns the score of query i and key j from scale q.k. j_step: a constant as odd as j; -1: none is known. */
+    DEVICE float score(float x, int i, int j, int j_step = -1) const {
 #if FLEX_SCORE
-        return flex_score(values, x, b_idx, head, first + i, j);
+        return flex_score(values, x, b_idx, head, first + i, j, j_step);
 #else
         return x;
+#endif
+    }
+
+    /* What the score_mod reads of query i and key j alone, if that is 16 bits, and of query i alone, if that is a float;
+     * else 0, and nobody reads it. */
+    DEVICE unsigned short pair_bits(int i, int j) const {
+#if FLEX_PAIR_BITS
+        return flex_pair_bits(values, b_idx, head, first + i, j);
+#else
+        return 0;
+#endif
+    }
+    DEVICE float row(int i) const {
+#if FLEX_ROW
+        return flex_row(values, b_idx, head, first + i);
+#else
+        return 0;
+#endif
+    }
+    /* The score, from both. */
+    DEVICE float score_of(unsigned short bits, float row, float x, int i, int j) const {
+#if FLEX_PAIR_BITS
+        return flex_score_of(values, bits, row, x, b_idx, head, first + i, j);
+#else
+        return score(x, i, j);
+#endif
+    }
+
+    /* Asks the L1 for what score() will read of query i and key j alone, and of the next keys in the same 32 bytes. */
+    DEVICE void prefetch(int i, int j) const {
+#if FLEX_PREFETCHES
+        flex_prefetch(values, b_idx, head, first + i, j);
 #endif
     }
 
@@ -55,8 +87,13 @@ struct mod_functions {
 
     /* Returns start + log2 e (score - scale q.k). The pair is one of many of a thread, and i_step and j_step are
      * constants: the thread's first pair is that of i - i_step and j - j_step. */
-    DEVICE float exponent(const head_values &of_head, float start, int i, int j, int i_step, int j_step) const {
+    DEVICE float exponent(const head_values &of_head, unsigned short bits, float row, float start, int i, int j,
+                          int i_step, int j_step) const {
+#if FLEX_PAIR_BITS
+        return flex_exponent(values, of_head.x, start, b_idx, head, first + i, j, i_step, j_step, bits, row);
+#else
         return flex_exponent(values, of_head.x, start, b_idx, head, first + i, j, i_step, j_step);
+#endif
     }
 #endif
 

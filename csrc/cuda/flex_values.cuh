@@ -47,6 +47,30 @@ template <class T> DEVICE T flex_load_if(long long address, long long place) {
     return address ? flex_load<T>(address, place) : T(0);
 }
 
+/* Two elements that lie side by side, the first at an even place. NOTE: unlike __ldg the statement is not volatile, so
+ * that the loads of both elements become one. */
+DEVICE unsigned short flex_load_of_two(const unsigned short *two, bool is_second) {
+    unsigned x;
+    asm("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(two));
+    return (unsigned short)(is_second ? x >> 16 : x);
+}
+DEVICE float flex_load_of_two(const float *two, bool is_second) {
+    float x, y;
+    asm("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "l"(two));
+    return is_second ? y : x;
+}
+/* Element kv_idx of a row of `size` elements, an even number. `row` is the place of the row, and kv_step is a constant
+ * as odd as kv_idx; -1: none is known. Behind the end lies an element of the row. */
+template <class T> DEVICE T flex_load_in_pair(long long address, int row, int kv_idx, int kv_step, int size) {
+    const int is_second = (kv_step < 0 ? kv_idx : kv_step) & 1;
+    return flex_load_of_two((const T *)address + (row + min(kv_idx - is_second, size - 2)), is_second);
+}
+
+/* Asks the L1 for 32 bytes with an element. */
+template <class T> DEVICE void flex_ask_for(long long address, int place) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"((const T *)address + place));
+}
+
 /* fp16 has no wider type among integers, so its bits move to those of fp32. A denormal is a small integer. */
 DEVICE float flex_from_f16(unsigned short bits) {
     const unsigned sign = (unsigned)(bits & 0x8000) << 16, exponent = bits & 0x7c00, digits = bits & 0x03ff;

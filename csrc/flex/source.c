@@ -7,6 +7,7 @@
 #include "source_bounds.h"
 #include "source_derivative.h"
 #include "source_exponent.h"
+#include "source_prefetch.h"
 #include "source_values.h"
 #include "source_words.h"
 #include "wide.h"
@@ -41,8 +42,9 @@ static fa_status check(const fa_flex_program *p, part of, fa_error *err) {
 
 /* words: those of flex_values that belong to earlier programs. p NULL: there is no such program. traits: of a
  * derivative, or of a score_mod that gets flex_exponent. */
-static fa_status put_program(fa_text *t, const fa_flex_program *p, part of, int32_t words, bool is_wide,
+static fa_status put_program(fa_text *t, const fa_flex_program *p, part of, int32_t words, fa_flex_text text,
                              const fa_flex_trait *traits, fa_error *err) {
+    const bool is_wide = text.is_wide;
     if (!p) return FA_OK;
     fa_status status = check(p, of, err);
     if (status != FA_OK) return status;
@@ -52,14 +54,26 @@ static fa_status put_program(fa_text *t, const fa_flex_program *p, part of, int3
     uint8_t *is_exact = (uint8_t *)(bounds + num), *is_needed = is_exact + num;
     fa_flex_bound_always(p, is_wide ? INT32_MAX : FA_FLEX_SMALL - 1, is_wide ? INT64_MAX : FA_FLEX_MOST_PARAM, bounds);
     fa_mark_exact(p, is_exact);
-    fa_writer w = {t, p, bounds, is_exact, traits, words, is_wide, false};
+    fa_writer w = {t, p, bounds, is_exact, traits, words, is_wide, of == SCORE && text.has_pairs, -1, -1, false};
     if (of == DERIVATIVE) {
         status = fa_put_derivative(&w, err);
     } else {
         fa_put(t, of == MASK ? "DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx) {\n"
                              : "DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, "
-                               "int kv_idx) {\n");
+                               "int kv_idx, int kv_step = -1) {\n");
         put_body(&w, of);
+        w.has_pairs = false;
+        if (of == SCORE && !is_wide) {
+            fa_put_prefetch(&w, is_needed);
+            w.given_bits = fa_pair_of_bits(p), w.given_row = fa_row_beside_pair(p);
+        }
+        if (w.given_bits >= 0) {
+            fa_put(
+                t,
+                "DEVICE float flex_score_of(const flex_values &x, unsigned short bits, float row, float score, int b, "
+                "int h, int q_idx, int kv_idx) {\n");
+            put_body(&w, of);
+        }
         if (of == MASK) fa_put_bounds(&w);
         if (of == SCORE && traits) {
             w.has_steps = true;
@@ -71,7 +85,7 @@ static fa_status put_program(fa_text *t, const fa_flex_program *p, part of, int3
 }
 
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
-                         bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **out, fa_error *err) {
+                         fa_flex_text of, char **out, fa_error *err) {
     enum { MANY = 100 };
     const size_t words = fa_flex_values_bytes(score, mask, derivative) / sizeof(int64_t);
     const int32_t of_score = fa_flex_program_words(score), of_mask = fa_flex_program_words(mask);
@@ -90,13 +104,16 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
            "#define FLEX_SCORE      %d\n#define FLEX_MASK       %d\n#define FLEX_DERIVATIVE %d\n"
            "#define FLEX_FACTOR     %d\n#define FLEX_PARTS      %d\n#define FLEX_HIDDEN     %d\n"
            "#define FLEX_MAX        %d\n#define FLEX_BLOCKS     %d\n#define FLEX_ADDS       %d\n"
-           "#define FLEX_LONG_MASK  %d\n\n",
-           score != NULL, mask != NULL, derivative != NULL, has_factors, fa_num_parts(derivative), has_hidden, has_max,
-           !no_blocks, adds, mask && mask->num_instructions > MANY);
+           "#define FLEX_LONG_MASK  %d\n#define FLEX_PREFETCHES %d\n"
+           "#define FLEX_PAIR_BITS  %d\n#define FLEX_ROW        %d\n\n",
+           score != NULL, mask != NULL, derivative != NULL, has_factors, fa_num_parts(derivative), of.has_hidden,
+           of.has_max, !of.no_blocks, adds, mask && mask->num_instructions > MANY,
+           !of.is_wide && fa_count_pair_loads(score) > 0, !of.is_wide && fa_pair_of_bits(score) >= 0,
+           !of.is_wide && fa_row_beside_pair(score) >= 0);
     fa_put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
-    fa_status status = put_program(&t, score, SCORE, 0, is_wide, of_adder, err);
-    if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, is_wide, NULL, err);
-    if (status == FA_OK) status = put_program(&t, derivative, DERIVATIVE, of_score + of_mask, is_wide, traits, err);
+    fa_status status = put_program(&t, score, SCORE, 0, of, of_adder, err);
+    if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, of, NULL, err);
+    if (status == FA_OK) status = put_program(&t, derivative, DERIVATIVE, of_score + of_mask, of, traits, err);
     free(traits);
     free(of_adder);
     if (status == FA_OK && t.is_lost) status = fa_fail(err, FA_ENOMEM, "no memory for the text of a program");

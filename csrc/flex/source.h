@@ -7,16 +7,17 @@
  *   FLEX_FACTOR                               macro: 0 if the derivative is `grad` itself and its scatters do not read
  *                                             the score, or if there is none
  *   FLEX_PARTS                                macro: the number of scatters of the derivative
- *   FLEX_HIDDEN                               macro: has_hidden; other kernels have looked at the mask before
- *   FLEX_MAX                                  macro: has_max; the kernel stores the largest score of each row
- *   FLEX_BLOCKS                               macro: 0 if no_blocks; Hopper's kernel then knows no block mask
+ *   FLEX_HIDDEN, FLEX_MAX                     macros: has_hidden, has_max
+ *   FLEX_BLOCKS                               macro: 0 if no_blocks
  *   FLEX_ADDS                                 macro: 1 if there is flex_exponent
+ *   FLEX_PREFETCHES, FLEX_PAIR_BITS, FLEX_ROW macros: 1 if there is flex_prefetch, flex_pair_bits, flex_row
  *   FLEX_SUMS                                 macro: the number of members of flex_sums
  *
  *   struct flex_values { long long words[...]; };    captures and parameters; a kernel parameter of plain words
  *   struct flex_sums { ... };                        see below; `flex_sums sums = {}` has only zeros
  *
- *   DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, int kv_idx);
+ *   DEVICE float flex_score(const flex_values &x, float score, int b, int h, int q_idx, int kv_idx,
+ *                           int kv_step = -1);       kv_step: a constant as odd as kv_idx; -1: none is known
  *   DEVICE bool flex_mask(const flex_values &x, int b, int h, int q_idx, int kv_idx);
  *   DEVICE interval flex_mask_bounds(const flex_values &x, int b, int h, int q_idx, int q_last, int kv_idx,
  *                                    int kv_last);       with FLEX_BOUNDS: bounds over ranges, both ends included
@@ -40,10 +41,23 @@
  *   FLEX_IS_FINITE      macro: 1 if the sum is finite where the floats of the head are
  *   DEVICE void flex_head_values(const flex_values &x, float *values, int b, int h);    loads them
  *   DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, int q_idx,
- *                              int kv_idx, int q_step, int kv_step);    start + log2 e times what the score_mod adds
+ *                              int kv_idx, int q_step, int kv_step[, unsigned short bits, float row]);
+ *                              start + log2 e times what the score_mod adds; with FLEX_PAIR_BITS from both
  *
  * A thread calls flex_exponent for many pairs, at steps of constants from one pair at (q_idx - q_step, kv_idx -
  * kv_step). Integers that are linear in the indices become floats once for all of these pairs.
+ *
+ * With FLEX_PAIR_BITS, of a score_mod that reads one such element (below), of 16 bits:
+ *
+ *   DEVICE unsigned short flex_pair_bits(const flex_values &x, int b, int h, int q_idx, int kv_idx);    reads it
+ *   DEVICE float flex_row(const flex_values &x, int b, int h, int q_idx);    with FLEX_ROW: reads the only float that
+ *                                                                            the score_mod reads of a query alone
+ *   DEVICE float flex_score_of(const flex_values &x, unsigned short bits, float row, float score, int b, int h,
+ *                              int q_idx, int kv_idx);    the score, from both
+ *
+ * With FLEX_PREFETCHES, of a score_mod that reads elements which no other pair of the head reads:
+ *
+ *   DEVICE void flex_prefetch(const flex_values &x, int b, int h, int q_idx, int kv_idx);    asks the L1 for them
  *
  * flex_derivative adds to the gradients of captures by atomicAdd, where what it adds is not 0. The overload with `sums`
  * keeps gradients of elements that only b and h choose in registers. The thread adds them to memory by flex_add_sums
@@ -61,9 +75,18 @@
 
 #include "flex.h"
 
+/* What a text of the same programs may be. */
+typedef struct {
+    bool is_wide;    /* wide.h */
+    bool has_hidden; /* other kernels have looked at the mask before */
+    bool has_max;    /* the kernel stores the largest score of each row */
+    bool no_blocks;  /* Hopper's kernel knows no block mask */
+    bool has_pairs;  /* pairs.h; never with is_wide */
+} fa_flex_text;
+
 /* A program that does not exist is NULL. The same programs give the same text. *text ends with 0 and belongs to the
  * caller, who calls free(). After a failure *text is NULL. FA_EINVAL: a program reads what its function has not. */
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
-                         bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **text, fa_error *err);
+                         fa_flex_text of, char **text, fa_error *err);
 
 #endif

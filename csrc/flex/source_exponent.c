@@ -143,9 +143,11 @@ void fa_put_exponent(const fa_writer *w, uint8_t *is_needed, uint8_t *is_value) 
     int place = 0;
     for (int32_t idx = 0; idx < num; idx++)
         if (is_value[idx]) fa_put(w->t, "    values[%d] = v%d;\n", place++, idx);
-    fa_put(w->t, "}\n\n"
-                 "DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, "
-                 "int q_idx, int kv_idx, int q_step, int kv_step) {\n");
+    fa_put(w->t,
+           "}\n\n"
+           "DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, "
+           "int q_idx, int kv_idx, int q_step, int kv_step%s) {\n",
+           w->given_bits >= 0 ? ", unsigned short bits, float row" : "");
     mark_terms(p, is_needed);
     mark_pairs(p, is_needed, is_value);
     place = 0;

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "pairs.h"
 #include "source_words.h"
 #include "wide.h"
 
@@ -100,6 +101,13 @@ void fa_put_param(const fa_writer *w, const fa_flex_instruction *x) {
         fa_put(w->t, x->type == FA_FLEX_F64 ? "__longlong_as_double(x.words[%d])" : "x.words[%d]", word);
 }
 
+/* The place of an element in its dimension. */
+static void put_limit(const fa_writer *w, const fa_flex_instruction *x, int dim, int32_t size) {
+    fa_put(w->t,
+           w->bounds[x->operand[dim]].lo < 0 ? "flex_place(v%d, %sx.words[%d])" : "flex_limit(v%d, %sx.words[%d])",
+           x->operand[dim], w->is_wide ? "" : "(int)", size);
+}
+
 /* The place of an element. The strides are the capture's own, or those of a contiguous gradient. */
 void fa_put_place(const fa_writer *w, const fa_flex_instruction *x, bool is_contiguous) {
     const int32_t first = w->words + fa_flex_words_before(w->p, x->source) + 1;
@@ -111,32 +119,60 @@ void fa_put_place(const fa_writer *w, const fa_flex_instruction *x, bool is_cont
         const int32_t size = first + 2 * dim;
         if (is_contiguous && dim > 0) fa_put(w->t, " * %sx.words[%d] + ", number, size);
         if (!is_contiguous && dim > 0) fa_put(w->t, " + ");
-        fa_put(w->t,
-               w->bounds[x->operand[dim]].lo < 0 ? "flex_place(v%d, %sx.words[%d])" : "flex_limit(v%d, %sx.words[%d])",
-               x->operand[dim], number, size);
+        put_limit(w, x, dim, size);
         if (!is_contiguous) fa_put(w->t, " * %sx.words[%d]", number, size + 1);
         if (is_contiguous && dim > 0) fa_put(w->t, ")");
     }
 }
 
+/* The part of the place that the first dimensions give. */
+static void put_place_before(const fa_writer *w, const fa_flex_instruction *x, int dims) {
+    const int32_t first = w->words + fa_flex_words_before(w->p, x->source) + 1;
+    fa_put(w->t, "0");
+    for (int dim = 0; dim < dims; dim++) {
+        fa_put(w->t, " + ");
+        put_limit(w, x, dim, first + 2 * dim);
+        fa_put(w->t, " * (int)x.words[%d]", first + 2 * dim + 1);
+    }
+}
+
+static const struct {
+    const char *before, *type, *after;
+} loads[] = {
+    [FA_FLEX_OF_BOOL] = {"", "unsigned char", " != 0"},
+    [FA_FLEX_OF_U8] = {"", "unsigned char", ""},
+    [FA_FLEX_OF_I8] = {"", "signed char", ""},
+    [FA_FLEX_OF_I16] = {"", "short", ""},
+    [FA_FLEX_OF_I32] = {"", "int", ""},
+    [FA_FLEX_OF_I64] = {"", "long long", ""},
+    [FA_FLEX_OF_F16] = {"flex_from_f16(", "unsigned short", ")"},
+    [FA_FLEX_OF_BF16] = {"flex_from_bf16(", "unsigned short", ")"},
+    [FA_FLEX_OF_F32] = {"", "float", ""},
+    [FA_FLEX_OF_F64] = {"", "double", ""},
+};
+
+const char *fa_load_type(int dtype) { return loads[dtype].type; }
+
 static void put_load(const fa_writer *w, const fa_flex_instruction *x) {
-    static const struct {
-        const char *before, *type, *after;
-    } loads[] = {
-        [FA_FLEX_OF_BOOL] = {"", "unsigned char", " != 0"},
-        [FA_FLEX_OF_U8] = {"", "unsigned char", ""},
-        [FA_FLEX_OF_I8] = {"", "signed char", ""},
-        [FA_FLEX_OF_I16] = {"", "short", ""},
-        [FA_FLEX_OF_I32] = {"", "int", ""},
-        [FA_FLEX_OF_I64] = {"", "long long", ""},
-        [FA_FLEX_OF_F16] = {"flex_from_f16(", "unsigned short", ")"},
-        [FA_FLEX_OF_BF16] = {"flex_from_bf16(", "unsigned short", ")"},
-        [FA_FLEX_OF_F32] = {"", "float", ""},
-        [FA_FLEX_OF_F64] = {"", "double", ""},
-    };
     const int dtype = w->p->captures[x->source].dtype;
+    const int32_t words = w->words + fa_flex_words_before(w->p, x->source);
+    if (w->given_row >= 0 && x == &w->p->instructions[w->given_row]) {
+        fa_put(w->t, "row");
+        return;
+    }
+    if (w->given_bits >= 0 && x == &w->p->instructions[w->given_bits]) {
+        fa_put(w->t, "%sbits%s", loads[dtype].before, loads[dtype].after);
+        return;
+    }
+    if (w->has_pairs && fa_flex_reads_keys(w->p, x)) {
+        const int last = w->p->captures[x->source].rank - 1;
+        fa_put(w->t, "%sflex_load_in_pair<%s>(x.words[%d], ", loads[dtype].before, loads[dtype].type, words);
+        put_place_before(w, x, last);
+        fa_put(w->t, ", v%d, kv_step, (int)x.words[%d])%s", x->operand[last], words + 1 + 2 * last, loads[dtype].after);
+        return;
+    }
     fa_put(w->t, "%s%s<%s>(x.words[%d], ", loads[dtype].before, w->is_wide ? "flex_load_if" : "flex_load",
-           loads[dtype].type, w->words + fa_flex_words_before(w->p, x->source));
+           loads[dtype].type, words);
     fa_put_place(w, x, false);
     fa_put(w->t, ")%s", loads[dtype].after);
 }

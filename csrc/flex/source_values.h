@@ -26,6 +26,9 @@ typedef struct {
     const fa_flex_trait *traits;    /* of each instruction of a derivative */
     int32_t words;                  /* where the program's words begin */
     bool is_wide;
+    bool has_pairs; /* pairs.h; the text has kv_step */
+    /* Loads whose results the text has, as `bits` and as `row`; negative: none. */
+    int32_t given_bits, given_row;
     bool has_steps; /* of flex_exponent: the text has q_step and kv_step, and traits are those of the score_mod */
 } fa_writer;
 
@@ -40,6 +43,7 @@ static inline bool fa_is_of_head(const fa_flex_program *p, int32_t idx) {
 void fa_mark_exact(const fa_flex_program *p, uint8_t *is_exact);
 
 const char *fa_type_of(const fa_writer *w, int32_t idx);
+const char *fa_load_type(int dtype); /* the C type of the elements of a capture */
 void fa_put_constant(fa_text *t, const fa_flex_instruction *x, bool is_int);
 void fa_put_param(const fa_writer *w, const fa_flex_instruction *x);
 void fa_put_place(const fa_writer *w, const fa_flex_instruction *x, bool is_contiguous);

@@ -34,7 +34,7 @@ static int64_t blocks_per_cta(int64_t num_blocks, int num_sms) {
 static fa_status find_kinds(const fa_cuda_call *call, const fa_flex_bound *bound, const fa_flex_blocks *k,
                             fa_error *err) {
     const int64_t heads = k->b > k->h ? k->b : k->h, rows = k->len_q > k->len_kv ? k->len_q : k->len_kv;
-    const fa_mods mods = {.mask = bound->program, .is_wide = fa_flex_is_wide(bound, heads > rows ? heads : rows)};
+    const fa_mods mods = {.mask = bound->program, .text.is_wide = fa_flex_is_wide(bound, heads > rows ? heads : rows)};
     const fa_variant variant = {FA_FLEX_CLASSIFY, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
     const int64_t num_blocks = (int64_t)fa_cuda_flex_classify_workspace(k);
     const int64_t per_cta = blocks_per_cta(num_blocks, call->gpu->num_sms);

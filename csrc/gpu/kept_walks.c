@@ -17,7 +17,7 @@ static int64_t *add_list(int64_t *word, const fa_flex_list *list) {
  * too many. */
 static size_t key_of(const fa_problem *p, const fa_plan *plan, CUstream stream, int64_t key[FA_FLEX_MOST_KEY]) {
     const fa_flex *f = p->flex;
-    const fa_mods all = fa_mods_of(p, NULL), mods = {.mask = all.mask, .is_wide = all.is_wide};
+    const fa_mods all = fa_mods_of(p, NULL), mods = {.mask = all.mask, .text.is_wide = all.text.is_wide};
     const fa_gpu_plan *gpu = &plan->gpu;
     const int64_t words[] = {
         p->pass,

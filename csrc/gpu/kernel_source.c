@@ -111,8 +111,7 @@ static fa_status read_files(const fa_family *family, source *s, fa_error *err) {
 
 static fa_status add_mods(fa_variant variant, source *s, fa_error *err) {
     const fa_mods none = {0}, *mods = variant.mods ? variant.mods : &none;
-    fa_status status = fa_flex_source(mods->score, mods->mask, mods->derivative, mods->is_wide, mods->has_hidden,
-                                      mods->has_max, mods->no_blocks, &s->mods, err);
+    fa_status status = fa_flex_source(mods->score, mods->mask, mods->derivative, mods->text, &s->mods, err);
     s->names[s->num] = FA_MODS_FILE;
     s->texts[s->num] = s->mods;
     if (status == FA_OK) s->num++;

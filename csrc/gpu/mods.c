@@ -128,7 +128,7 @@ static fa_status find_hidden_pairs(const fa_cuda_call *call, const fa_cuda_flex_
                                    fa_error *err) {
     enum { CTAS = 1280, MOST_Y = (1 << 16) - 1 }; /* an H100 has room for them */
     const fa_mods all = fa_mods_of(call->problem, NULL);
-    const fa_mods mods = {.mask = all.mask, .is_wide = all.is_wide};
+    const fa_mods mods = {.mask = all.mask, .text.is_wide = all.text.is_wide};
     const fa_variant variant = {FA_FLEX_HIDDEN, 0, FA_FLEX, call->gpu->capability, fa_mods_hash(&mods), &mods};
     const int64_t blocks = walks->own_tile / FA_ROWS_OF_A_WARPGROUP;
     const int64_t most = blocks * walks->own_tiles * walks->other_tiles, wanted = masks < CTAS ? CTAS / masks : 1;

@@ -6,6 +6,7 @@
 
 #include "cuda/cuda_flex.h"
 #include "flex/flex.h"
+#include "flex/pairs.h"
 #include "flex/scatters.h"
 #include "flex/source_words.h"
 #include "flex/wide.h"
@@ -70,20 +71,24 @@ fa_mods fa_mods_of(const fa_problem *p, const fa_plan *plan) {
     fa_mods mods = {.score = program_of(bounds[0]),
                     .mask = program_of(bounds[1]),
                     .derivative = program_of(bounds[2]),
-                    .has_hidden = has_hidden,
-                    .has_max = has_max};
+                    .text = {.has_hidden = has_hidden, .has_max = has_max}};
     const int64_t most = flex->q_offset ? INT32_MAX : (heads > rows ? heads : rows) + LARGEST_TILE;
-    for (int i = 0; i < 3; i++) mods.is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], most);
+    for (int i = 0; i < 3; i++) mods.text.is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], most);
     /* Hopper's kernels have a shorter text without a block mask. Without a function, one kernel serves both. */
     const bool has_functions = bounds[0] || bounds[1] || bounds[2];
-    mods.no_blocks = has_functions && flex->block_q == 0 && plan && fa_families[plan->gpu.family].arch == 90;
+    mods.text.no_blocks = has_functions && flex->block_q == 0 && plan && fa_families[plan->gpu.family].arch == 90;
+    mods.text.has_pairs = plan && plan->gpu.family == FA_FWD_SM90 && !mods.text.is_wide && flex->score &&
+                          fa_flex_has_pairs(flex->score, p->len_kv);
     return mods;
 }
 
 uint64_t fa_mods_hash(const fa_mods *mods) {
     const fa_flex_program *programs[] = {mods->score, mods->mask, mods->derivative};
-    uint64_t hashes[4] = {0, 0, 0, mods->is_wide + 2 * mods->has_hidden + 4 * mods->has_max + 8 * mods->no_blocks};
-    bool has_mods = mods->has_hidden || mods->has_max;
+    const fa_flex_text text = mods->text;
+    uint64_t hashes[4] = {0, 0, 0,
+                          text.is_wide + 2 * text.has_hidden + 4 * text.has_max + 8 * text.no_blocks +
+                              16 * (uint64_t)text.has_pairs};
+    bool has_mods = text.has_hidden || text.has_max;
     for (int i = 0; i < 3; i++)
         if (programs[i]) hashes[i] = programs[i]->hash, has_mods = true;
     return has_mods ? fa_hash(0, hashes, sizeof hashes) : 0;

@@ -4,7 +4,7 @@
 #define FA_PLAN_KERNEL_TABLE_H
 
 #include "flash_attn.h"
-#include "flex/program.h"
+#include "flex/source.h"
 
 /* The features of a variant, beyond plain attention. A kernel without a feature contains no code for this feature.
  * X(constant in the kernel's text, bit, part of a variant's name). */
@@ -158,7 +158,7 @@ enum { FA_ROWS_OF_A_WARPGROUP = 64 };
 /* The programs of a kernel (flex/program.h). NULL: there is no such function. */
 typedef struct {
     const fa_flex_program *score, *mask, *derivative;
-    bool is_wide, has_hidden, has_max, no_blocks; /* of their text (flex/source.h) */
+    fa_flex_text text;
 } fa_mods;
 #define FA_MODS_FILE "flex_mods.cuh"
 

@@ -45,6 +45,7 @@ typedef struct {
     PyObject *block_mask, *find_blocks; /* a BlockMask or None; None, or a function that returns blocks or None */
     PyObject *owned_blocks;             /* what one of both became */
     fa_outputs outputs;                  /* owned: out, lse and perhaps max_scores */
+    bool has_raised; /* find_blocks has */
     fa_kept_of_call kept;
     fa_flex flex;
     fa_problem problem;
@@ -356,7 +357,7 @@ static fa_status read_blocks(flex_call *c, fa_error *err) {
         c->blocks = c->owned_blocks;
     } else if (c->find_blocks && c->find_blocks != Py_None) {
         c->owned_blocks = PyObject_CallFunctionObjArgs(c->find_blocks, NULL);
-        if (!c->owned_blocks) return fa_keep_exception(), FA_EPYTHON;
+        if (!c->owned_blocks) return c->has_raised = true, fa_keep_exception(), FA_EPYTHON;
         c->blocks = c->owned_blocks;
     }
     if (c->blocks == Py_None) return FA_OK;
@@ -546,6 +547,7 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outp
     fa_drop_option_mods(&m);
     if (status == FA_OK) return FA_OK;
     fa_drop_outputs(outputs);
+    if (m.has_raised) return fa_keep_exception(), FA_EPYTHON;
     return FA_EINVAL; /* whatever it was, the long way says it in the caller's words */
 }
 
@@ -586,6 +588,8 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     fa_drop_outputs(&c.outputs);
     Py_XDECREF(c.owned_blocks);
     if (results) return results;
+    if (status != FA_OK) fa_raise(status, &err); /* so that no exception is kept */
+    if (c.has_raised) return NULL;               /* out of memory, or interrupted */
     PyErr_Clear();
     Py_RETURN_NONE;
 }

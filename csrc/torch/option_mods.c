@@ -237,6 +237,7 @@ static fa_status bind_programs(const fa_call *call, const fa_problem *p, int64_t
 static fa_status find_blocks(PyObject *programs, fa_option_mods *m) {
     if (m->blocks != Py_None && !PyTuple_Check(m->blocks)) {
         if (m->mask != Py_None) m->made_blocks = PyObject_CallFunctionObjArgs(m->blocks, programs, m->mask, NULL);
+        m->has_raised = m->mask != Py_None && !m->made_blocks;
         if (m->mask != Py_None) return m->made_blocks ? FA_OK : FA_EINVAL;
         m->blocks = Py_None;
     }

@@ -35,6 +35,7 @@ typedef struct {
     PyObject *kind_of, *attn_bias, *attn_mask, *sinks, *places, *blocks, *given_shift, *record;
     double least; /* a lower largest bias of a row is subtracted before */
     bool on_cpu;
+    bool has_raised; /* set if the function `blocks` has, and its exception is that of the thread */
     /* Made, each a new reference or NULL: mods as (text, tensors, numbers) or None, blocks or None, the shift of the
      * rows of packed sequences and its values in fp32 or None, and lists that hold the tensors. */
     PyObject *score, *mask, *made_blocks, *shift, *of_rows, *made_places;

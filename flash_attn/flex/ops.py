@@ -7,6 +7,7 @@ unless something watches the ops (:func:`is_watched`).
 
 import collections
 import struct
+import threading
 
 import torch
 from torch.autograd import forward_ad
@@ -102,10 +103,11 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
 
 
 BLOCK = (128, 128)
-FEW_PAIRS = 1 << 25  # of all heads: a kernel computes the mask of so few sooner than it finds blocks
+FEW_PAIRS = 1 << 25  # of all heads: a kernel reads the mask of so few sooner than it finds blocks
 FEW_ROWS = 64
 
 _kept_blocks = collections.OrderedDict()
+_lock = threading.Lock()
 MOST_KEPT = 16
 MOST_KEPT_BYTES = 16 << 20  # of the lists of a mask
 
@@ -115,7 +117,9 @@ def blocks_of_mask(device, shape, mask, program, q_offset=None, block=BLOCK):
 
     The layers of a model have the same window, which reads no tensor. Its lists are kept for one stream. A CUDA graph
     makes lists of its own, because those that are kept may be forgotten. So does inductor's run before a graph. A
-    tensor may change without PyTorch's knowledge, so the lists of a mask that reads one are found for each call.
+    tensor may change without PyTorch's knowledge, so the lists of a mask that reads one are found for each call. On a
+    GPU that takes four launches, which a small call does without, unless the mask compares indices, too: a window
+    leaves few blocks.
 
     Args:
         device, shape: of the queries, and ``(b, h, len_q, len_kv)``.
@@ -130,26 +134,39 @@ def blocks_of_mask(device, shape, mask, program, q_offset=None, block=BLOCK):
     if q_offset is not None:
         block = min(block[0], len_q), block[1]
     if not on_cpu:
+        if q_offset is not None or (len_q <= block[0] and len_kv <= block[1]):
+            return None
+        compares = program is not None and (program.reads("lt") or program.reads("le"))
         is_small = len_q <= FEW_ROWS or b * h * len_q * len_kv < FEW_PAIRS
-        if q_offset is not None or (len_q <= block[0] and len_kv <= block[1]) or (mask[1] and is_small):
+        if mask[1] and is_small and not compares:
             return None
     b = b if program is None or program.reads("b") or q_offset is not None else 1
     h = h if program is None or program.reads("h") else 1
     num_blocks = b * h * -(-len_q // block[0]) * -(-len_kv // block[1])
     is_kept = not (mask[1] or q_offset is not None or is_imagined()) and 8 * num_blocks <= MOST_KEPT_BYTES
-    if not (is_kept and may_keep(device)):
+    if not (is_kept and (on_cpu or may_keep(device))):
         return *block, *find_lists(mask, device, (b, h, len_q, len_kv), block, q_offset)
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else None
-    key = mask[0], mask[2], b, h, len_q, len_kv, *block, device, stream
-    found = _kept_blocks.get(key)
-    if found is None:
-        with torch.inference_mode(False):
-            found = (*block, *find_lists(mask, device, (b, h, len_q, len_kv), block))
-        found = found if on_cpu else (*found, KeptWalks(FEW_BYTES))
+    stream = None if on_cpu else torch._C._cuda_getCurrentRawStream(device.index)
+    key = mask[0], _bits_of(mask[2]), b, h, len_q, len_kv, *block, device, stream
+    with _lock:
+        found = _kept_blocks.get(key)
+    if found is not None:
+        return found
+    with torch.inference_mode(False):
+        found = (*block, *find_lists(mask, device, (b, h, len_q, len_kv), block))
+    found = found if on_cpu else (*found, KeptWalks(FEW_BYTES))
+    forgotten = []  # until the lock is free: whoever drops a tensor may let other threads run
+    with _lock:
+        forgotten.append(_kept_blocks.pop(key, None))
         _kept_blocks[key] = found
         while len(_kept_blocks) > MOST_KEPT:
-            _kept_blocks.popitem(last=False)
+            forgotten.append(_kept_blocks.popitem(last=False))
     return found
+
+
+def _bits_of(numbers):
+    """Numbers as part of a key: 0.0 and -0.0 are not the same, and what a subclass calls equal is not asked."""
+    return tuple(struct.pack("d", x) if isinstance(x, float) else int(x) for x in numbers) if numbers else ()
 
 
 def find_lists(mask, device, shape, block, q_offset=None):

@@ -199,8 +199,10 @@ def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None, shift=
         shift = shift_at((b, h, i, j))
         if is_one:
             shift = shift + (i - i)  # what captures alone give would be computed for each call
-        nothing = score - score.detach()  # with the gradient of the score
-        return torch.where(shift < LEAST_BIAS_OF_FP64, nothing, score) + (bias(place) - shift)
+        # A row of such biases has scores of 0, with the gradient of the score. NOTE: it is a sum, so that kernels know
+        # the derivative, which is 1.
+        score = score + torch.where(shift < LEAST_BIAS_OF_FP64, -score.detach(), 0.0)
+        return score + (bias(place) - shift)
 
     return score_mod
 

@@ -83,14 +83,15 @@ class Program:
         self.kinds, self.types = [every_kind[i] for i in self.captures], [every_type[i] for i in self.params]
         self.dtype, self.score, self.holds_once = dtype, trace.score, trace.holds_once
         self.derivatives = {}  # of derivative_of
+        self.ops = {self.builder.nodes[node][0] for node in self.builder.ancestors(result)}
         self.pattern = None  # of attention.plain_of: numbers, and what was found for them
         _places[self.text] = trace.where()
         self._steps = trace.steps
         self.places = [trace.captures[i] for i in self.captures], [trace.params[i] for i in self.params]
 
     def reads(self, op):
-        """Does the result depend on an index: ``"b"``, ``"h"``, ``"q_idx"`` or ``"kv_idx"``?"""
-        return any(self.builder.nodes[node][0] == op for node in self.builder.ancestors(self.result))
+        """Does the result depend on an operation, such as an index: ``"b"``, ``"h"``, ``"q_idx"`` or ``"kv_idx"``?"""
+        return op in self.ops
 
     def bind(self, mod):
         """Returns the tensors and numbers of a mod of the same kind, or None if this program is not the mod's."""

@@ -75,19 +75,23 @@ static const int32_t *current_documents;
 /* ---- in place of flex/source.c ----------------------------------------------------------------------------------- */
 
 fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *mask, const fa_flex_program *derivative,
-                         bool is_wide, bool has_hidden, bool has_max, bool no_blocks, char **text, fa_error *err) {
+                         fa_flex_text of, char **text, fa_error *err) {
     static const char index[] = "int b, int h, int q_idx, int kv_idx) {\n    ", values[] = "const flex_values &x, ";
     const mod_text *m = &mods[current_mod];
     size_t bytes;
     FILE *file = open_memstream(text, &bytes);
-    (void)err, (void)is_wide, (void)has_hidden, (void)has_max, (void)no_blocks;
+    (void)err, (void)of;
     fprintf(file, "#include \"flex_values.cuh\"\n");
     fprintf(file,
             "#define FLEX_SCORE %d\n#define FLEX_MASK %d\n#define FLEX_DERIVATIVE %d\n#define FLEX_SUMS 1\n"
             "#define FLEX_LONG_MASK 0\n",
             score != NULL, mask != NULL, derivative != NULL);
     fprintf(file, "struct flex_values {\n    long long words[%d];\n};\n", NUM_WORDS);
-    if (score) fprintf(file, "DEVICE float flex_score(%sfloat score, %s%s\n}\n", values, index, m->score);
+    if (score) {
+        fprintf(file,
+                "DEVICE float flex_score(%sfloat score, int b, int h, int q_idx, int kv_idx, int = -1) {\n    %s\n}\n",
+                values, m->score);
+    }
     if (mask) fprintf(file, "DEVICE bool flex_mask(%s%s%s\n}\n", values, index, m->mask);
     if (derivative) {
         fprintf(file, "struct flex_sums {\n    float sum;\n};\n");

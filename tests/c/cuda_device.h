@@ -58,8 +58,7 @@ static const char *parameters_of(fa_variant variant) {
 /* Writes the text of a user's functions to BUILD_FOLDER/<name>.mods. */
 static fa_status write_mods(const char *name, const fa_mods *mods, fa_error *err) {
     char path[512], *text;
-    fa_status status = fa_flex_source(mods->score, mods->mask, mods->derivative, mods->is_wide, mods->has_hidden,
-                                      mods->has_max, mods->no_blocks, &text, err);
+    fa_status status = fa_flex_source(mods->score, mods->mask, mods->derivative, mods->text, &text, err);
     if (status != FA_OK) return status;
     snprintf(path, sizeof path, BUILD_FOLDER "/%s.mods", name);
     mkdir(path, 0777);

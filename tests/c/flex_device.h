@@ -20,6 +20,7 @@ static inline float __fmul_rn(float x, float y) { return x * y; }
 static inline float __fdiv_rn(float x, float y) { return x / y; }
 static inline float __fdividef(float x, float y) { return x / y; }
 static inline unsigned max(unsigned x, unsigned y) { return x > y ? x : y; }
+static inline int min(int x, int y) { return x < y ? x : y; }
 static inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((unsigned long long)x * y >> 32); }
 #endif
 

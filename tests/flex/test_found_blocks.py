@@ -1,6 +1,10 @@
-"""Blocks that a call finds for itself: those of a dense attn_mask and of a bare mask_mod, and when it looks for them."""
+"""Blocks that a call finds for itself: of a dense attn_mask and of a bare mask_mod, and when it looks for them."""
 
+import gc
+import random
 import re
+import threading
+import weakref
 
 import pytest
 import torch
@@ -133,6 +137,64 @@ def test_lists_are_kept_up_to_a_number():
     assert len(ops._kept_blocks) == ops.MOST_KEPT
 
 
+def test_numbers_that_python_calls_equal_have_lists_of_their_own():
+    def mod_of(number):
+        return lambda b, h, i, j: ((i * 1.0 + 1) / number > 0) & (i >= j)
+
+    tensors = draw(1, 2, 2, 300, 300, 16, torch.float32, "cpu")
+    assert flex_attention(*tensors, mask_mod=mod_of(0.0)).abs().sum() > 0
+    assert flex_attention(*tensors, mask_mod=mod_of(-0.0)).abs().sum() == 0
+
+
+def test_threads_keep_lists_together():
+    tensors = [x.detach() for x in draw(1, 1, 1, 140, 140, 8, torch.float32, "cpu")]
+    mods = [lambda b, h, i, j, n=n: (i >= j) & (j != n) for n in range(40)]
+    want, failures = [flex_attention(*tensors, mask_mod=mod) for mod in mods], []
+
+    def call(seed):
+        order = random.Random(seed)
+        for _ in range(200):
+            n = order.randrange(len(mods))
+            try:
+                if not torch.equal(flex_attention(*tensors, mask_mod=mods[n]), want[n]):
+                    failures.append(n)
+            except KeyError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and len(list(ops._kept_blocks)) == ops.MOST_KEPT
+
+
+@pytest.mark.parametrize("way", ["mask_mod", "attn_mask"])
+def test_an_exception_while_blocks_are_found_goes_on(monkeypatch, way):
+    """Such as that of a signal's handler. Nothing of the call outlives it."""
+
+    def find(*_):
+        raise KeyboardInterrupt
+
+    def call():
+        tensors = [x.detach() for x in draw(1, 2, 2, 290, 290, 16, torch.float32, "cpu")]
+        refs.extend(map(weakref.ref, tensors))
+        if way == "mask_mod":
+            return flex_attention(*tensors, mask_mod=lambda b, h, i, j: (i >= j) & (j != 11))
+        tensors = (x.transpose(1, 2) for x in tensors)
+        return flash_attn_func(*tensors, attn_mask=torch.rand(290, 290) < 0.5)
+
+    refs = []
+    call()
+    monkeypatch.setattr(ops, "find_lists", find)
+    ops._kept_blocks.clear()
+    refs.clear()
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    gc.collect()
+    assert len(refs) == 3 and all(ref() is None for ref in refs)
+
+
 @needs_gpu
 def test_a_graph_reads_a_mask_that_changes():
     length, mask = 300, masks(1, 2, 300, 300)
@@ -200,6 +262,14 @@ def test_few_pairs_need_no_lists(monkeypatch, length, has_lists):
     ids = torch.zeros(length, dtype=torch.int32, device="meta")
     heads_first = absent(1, 8, length, 128)
     assert names_of(flex_attention, *[heads_first] * 3, mask_mod=lambda b, h, i, j: ids[i] == ids[j]) == want
+
+
+def test_a_window_beside_a_mask_has_lists(monkeypatch):
+    monkeypatch.undo()
+    q, k = absent(1, 64, 8, 128), absent(1, 131072, 8, 128)
+    mask = torch.ones(1, 1, 1, 131072, dtype=torch.bool, device="meta")
+    names = names_of(flash_attn_func, q, k, k, attn_mask=mask, window_size=(255, 0))
+    assert names[:3] == ["flex_classify_flex_#", "flex_lists", "flex_blocks"]
 
 
 def test_few_rows_need_no_lists(monkeypatch):
