@@ -318,6 +318,28 @@ def decode_turns(source):
     return grid(["batch x cache, heads, head_dim", *columns], body) + caption(name, rows, text)
 
 
+def masks(source):
+    """Milliseconds of dense masks and biases, ours and, in brackets, those of PyTorch's faster backend."""
+    name = "masks_NVIDIA_H200.csv"
+    rows, found, body = rows_of(source, name), {}, []
+    for row in rows:
+        case = tuple(int(row[x]) for x in ("b", "h", "length", "d"))
+        found.setdefault((row["mask"], case, row["pass"]), {})[row["kernel"]] = float(row["ms"])
+    cases = list(dict.fromkeys(case for _, case, _ in found))
+    for mask in dict.fromkeys(mask for mask, *_ in found):
+        cells = []
+        for case in cases:
+            of = [found[mask, case, step] for step in PASSES]
+            pairs = [(ms["ours"], min(x for kernel, x in ms.items() if kernel != "ours")) for ms in of]
+            cells.append(", ".join(f"{own:.3f} ({other:.3f})" for own, other in pairs))
+        body.append([mask, *cells])
+    header = ["mask", *("{} x {} heads, {} tokens, {}".format(*case) for case in cases)]
+    text = (
+        "Milliseconds in turns, forward and backward; in brackets the faster one of cuDNN and the efficient backend. "
+    )
+    return grid(header, body) + caption(name, rows, text)
+
+
 def prompts_of(name, kernel, other, words):
     """A table of TFLOPS of prompts over caches, by one kernel, and by another in brackets."""
     return lambda source: _prompts(rows_of(source, name), name, (kernel, other), words)
@@ -479,6 +501,7 @@ TABLES = {
     "prompts, H200": prompts_of("prompts_NVIDIA_H200.csv", "ours", "FA3", "FlashAttention-3"),
     "prompts before Hopper": prompts_of("prompts_sm80_<device>.csv", "sm80", "generic", "the generic kernels"),
     "few queries": few_queries,
+    "masks": masks,
     "other shapes": shapes,
     "exactness": exactness,
     **_cpu_tables.TABLES,

@@ -231,6 +231,12 @@ BENCH_DECODE = [
     )
 ]
 
+# bench_masks.py
+BENCH_MASKS = [
+    Case(length, length, b=b, h=h, d=d, dtype="bf16")
+    for b, h, length, d in ((4, 16, 512, 64), (2, 24, 4096, 64), (4, 16, 2048, 128), (1, 16, 8192, 128))
+]
+
 # bench_prompts.py: many queries over a cache of len_kv keys.
 BENCH_PROMPTS = [
     Case(len_q, len_kv, b=b, h=h, h_kv=h_kv, d=d, dtype="bf16", causal=True)

@@ -4,7 +4,7 @@
 
 #include "source_words.h"
 
-/* Does an instruction load an element at indices among which are q_idx and, or not, kv_idx, beside those of the head and
+/* Does an instruction load an element at q_idx, and at kv_idx or not, where all other indices are those of the head or
  * numbers? */
 static bool loads_at(const fa_flex_program *p, const fa_flex_instruction *x, bool at_kv) {
     bool has_q = false, has_kv = false;

@@ -1,5 +1,5 @@
-/* Text for what a score_mod reads of a pair of a query and a key alone, such as a bias of each pair. No other pair needs
- * the element, so nothing but an early request hides the time that memory takes. */
+/* Text for what a score_mod reads of a pair of a query and a key alone, such as a bias of each pair. No other pair
+ * needs the element, so nothing but an early request hides the time that memory takes. */
 #ifndef FA_FLEX_SOURCE_PREFETCH_H
 #define FA_FLEX_SOURCE_PREFETCH_H
 
@@ -14,8 +14,8 @@ int fa_count_pair_loads(const fa_flex_program *p);
 int32_t fa_pair_of_bits(const fa_flex_program *p);
 int32_t fa_row_beside_pair(const fa_flex_program *p);
 
-/* Writes flex_prefetch of a score_mod that has such loads, and flex_pair_bits and flex_row where there are a pair_of_bits
- * and a row_beside_pair. The text is not wide. */
+/* Writes flex_prefetch of a score_mod that has such loads, and flex_pair_bits and flex_row where fa_pair_of_bits and
+ * fa_row_beside_pair find a load. The text is not wide. */
 void fa_put_prefetch(const fa_writer *w, uint8_t *is_needed);
 
 #endif

@@ -44,8 +44,8 @@ typedef struct {
     bool makes_results, wants_lse, wants_max, enables_gqa;
     PyObject *block_mask, *find_blocks; /* a BlockMask or None; None, or a function that returns blocks or None */
     PyObject *owned_blocks;             /* what one of both became */
-    fa_outputs outputs;                  /* owned: out, lse and perhaps max_scores */
-    bool has_raised; /* find_blocks has */
+    fa_outputs outputs;                 /* owned: out, lse and perhaps max_scores */
+    bool has_raised;                    /* find_blocks has */
     fa_kept_of_call kept;
     fa_flex flex;
     fa_problem problem;

@@ -1,0 +1,127 @@
+"""Dense masks and biases on a GPU: attn_mask and attn_bias of flash_attn_func beside PyTorch's
+scaled_dot_product_attention, forward and backward, in bf16.
+
+    python benchmarks/bench_masks.py
+
+The masks: none; "padding", keys behind the end of a sequence; "causal" and "documents", eight of them, as an array of
+queries and keys; "random", each pair with one half; "bias", of queries and keys, for all heads and for each head. The
+kernels run in turns (_gpu.py). The error is the norm of the difference to fp64, divided by the norm of the exact
+result, of 64 queries of each head of the first sequence. Writes masks_<device>.csv to the folder --out, and prints the
+table.
+"""
+
+import argparse
+import random
+
+import torch
+import torch.nn.functional as F
+from _gpu import flusher, in_turns, machine, ready
+from _results import add_out, command, need_gpu, save
+from cases import BENCH_MASKS
+from tables import print_tables
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flash_attn import flash_attn_func
+
+MASKS = "none", "padding", "causal", "documents", "random", "bias", "bias of heads"
+PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+PROBLEM = "kernel", "pass", "mask", "b", "h", "length", "d"
+COLUMNS = "date", "device", "torch", "rule", *PROBLEM, "ms", "error", "mhz", "command"
+NUM_EXACT = 64
+
+
+def mask_of(name, case):
+    """A mask or a bias that broadcasts to the scores, or None."""
+    length, place = case.len_q, torch.arange(case.len_q, device="cuda")
+    of_pairs = (case.h if name == "bias of heads" else 1, length, length)
+    if name.startswith("bias"):
+        return torch.randn(1, *of_pairs, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.linspace(length / 2, length, case.b, device="cuda")[:, None, None, None]
+    return {
+        "none": lambda: None,
+        "padding": lambda: place < lengths,
+        "causal": lambda: (place[:, None] >= place)[None, None],
+        "documents": lambda: (place[:, None] * 8 // length == place * 8 // length)[None, None],
+        "random": lambda: torch.rand(case.b, *of_pairs, device="cuda") < 0.5,
+    }[name]()
+
+
+def ours(q, k, v, mask):
+    named = {} if mask is None else {"attn_mask" if mask.dtype == torch.bool else "attn_bias": mask}
+    return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **named).transpose(1, 2)
+
+
+def peer(backend):
+    def call(q, k, v, mask):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, mask)
+
+    return call
+
+
+def calls_of(function, tensors, mask, dout):
+    """{pass: call}, and out."""
+    with torch.no_grad():
+        out = function(*tensors, mask)
+    recorded = function(*tensors, mask)
+
+    def forward():
+        with torch.no_grad():
+            return function(*tensors, mask)
+
+    return {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(recorded, tensors, dout, retain_graph=True),
+    }, out
+
+
+def error_of(out, tensors, mask):
+    rows = torch.linspace(0, out.shape[2] - 1, NUM_EXACT, device="cuda").long()
+    q, k, v = (x.detach()[:1].double() for x in tensors)
+    scores = q[:, :, rows] @ k.mT * q.shape[-1] ** -0.5
+    if mask is not None:
+        part = mask[:1] if mask.shape[2] == 1 else mask[:1, :, rows]
+        scores = scores.masked_fill(~part, -torch.inf) if mask.dtype == torch.bool else scores + part.double()
+    want = scores.softmax(-1) @ v
+    return ((out[:1, :, rows] - want).norm() / want.norm()).item()
+
+
+def run(options):
+    flush, rng = flusher(), random.Random(0)
+    for case in BENCH_MASKS:
+        for name in options.masks:
+            mask, shape = mask_of(name, case), (case.b, case.len_q, case.h, case.d)
+            tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
+            *tensors, dout = tensors
+            tensors = [x.requires_grad_() for x in tensors]
+            made, calls = {}, {}
+            for kernel, function in {"ours": ours, **{name: peer(x) for name, x in PEERS.items()}}.items():
+                try:
+                    made[kernel] = calls_of(function, tensors, mask, dout)
+                except RuntimeError as error:
+                    print(f"  {kernel}: {str(error).splitlines()[0]}")
+            for kernel, (of, _) in made.items():
+                calls.update({(kernel, step): lambda call=call: call for step, call in of.items()})
+            times, mhz = in_turns(ready(calls), options.seconds, flush, rng)
+            errors = {kernel: error_of(out, tensors, mask) for kernel, (_, out) in made.items()}
+            rows = []
+            for (kernel, step), ms in times.items():
+                problem = dict(zip(PROBLEM, (kernel, step, name, case.b, case.h, case.len_q, case.d)))
+                figures = {"ms": round(ms, 4), "error": f"{errors[kernel]:.1e}", "mhz": mhz}
+                rows.append({**machine(), "rule": "turns", "command": command(), **problem, **figures})
+            words = (f"{row['kernel']} {row['pass']} {row['ms']:.3f}" for row in rows)
+            print(case.b, case.h, case.len_q, case.d, name, "  ".join(words), flush=True)
+            yield rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a problem together")
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=MASKS)
+    add_out(parser)
+    options = parser.parse_args()
+    need_gpu()
+    path = options.out / f"masks_{machine()['device']}.csv"
+    for rows in run(options):
+        save(rows, path, COLUMNS, ("device", *PROBLEM))
+    print_tables(options.out, machine()["device"])
