@@ -25,6 +25,7 @@ from flash_attn._kinds import check_layout_of_memory
 from flash_attn._ops import (
     check_layout,
     check_storage,
+    check_storages,
     check_tensor,
     empty_like,
     flash_attn_2_cuda,
@@ -135,9 +136,7 @@ class Mods:
 
     @staticmethod
     def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
-        for name, x in zip(self.names, (*tensors, *saved)):
-            if name is not None:
-                check_storage(name, x)
+        check_storages(self.names, (*tensors, *saved)[: len(self.names)])
         (dq, dk, dv, *sums), softmax_d = flex.gradients(
             self.call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
             self._row(dlse), wanted, self.deterministic,
@@ -208,12 +207,15 @@ def _all_gradients(ctx, needed, dout, dlse):
     return _vmap.gradients_of_each(gradients, dout, dlse)
 
 
-@torch.no_grad()
+NAMES_OF_SAVED = "dout", "sinks", "q", "k", "v", "out", "softmax_lse"
+
+
 def _gradients(ctx, needed, everything, dout, dlse):
+    if torch.is_grad_enabled():  # of a backward with create_graph
+        with torch.no_grad():
+            return _gradients(ctx, needed, everything, dout, dlse)
     sinks, q, k, v, out, lse, probability, *rest = everything
-    for name, x in zip(("dout", "sinks", "q", "k", "v", "out", "softmax_lse"), (dout, *everything)):
-        if x is not None:
-            check_storage(name, x)
+    check_storages(NAMES_OF_SAVED, (dout, *everything[: len(NAMES_OF_SAVED) - 1]))
     tensors, saved = rest[: ctx.num_tensors], rest[ctx.num_tensors :]
     wants_sinks, *wanted = needed
     dout = torch.zeros_like(out) if dout is None else dout

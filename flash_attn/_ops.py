@@ -32,6 +32,7 @@ __all__ = [
     "NO_SECOND_DERIVATIVE",
     "check_layout",
     "check_storage",
+    "check_storages",
     "check_tensor",
     "empty_like",
     "flash_attn_2_cuda",
@@ -129,6 +130,14 @@ def check_storage(name, x):
             f"{name} has shape {tuple(x.shape)}, for which its storage must hold {wanted} bytes; it holds {num_bytes} "
             "(has it been freed or resized?)"
         )
+
+
+def check_storages(names, tensors):
+    """``check_storage`` of several tensors, which are None or have names. C looks at all at once."""
+    if not flash_attn_2_cuda.have_memory(tuple(tensors)):
+        for name, x in zip(names, tensors):
+            if name is not None and x is not None:
+                check_storage(name, x)
 
 
 NO_JVP = "flash_attn has no jvp: there is no forward-mode derivative of attention"

@@ -393,15 +393,14 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
 #if FLEX
                 const int last_word = word, next_word = s.words.steps[r.stage];
                 const u32 hidden_word = HIDDEN_BESIDE_Q ? s.words.hidden[threadIdx.x - 128] : 0;
-#else
-                const int last_word = 0;
-#endif
-#if FLEX
+                /* What the score_mod reads of each pair is on its way while S is computed. */
                 if (LOADS_PAIRS_EARLY) word = uniform(next_word);
                 const mods early_mod(p.flex, p.values, t.b_idx,
                                      t.first_head + place_of_step<IS_GROUPED>(p, queries.end, step).head_in_group);
                 loaded_pairs<LOADS_PAIRS_EARLY> pairs;
                 pairs.load(early_mod, pair_of(t, query_tile_of(word >> 2)), query_tile_of(word >> 2));
+#else
+                const int last_word = 0;
 #endif
                 issue_scores<HEAD_DIM>(S, k_desc, q_desc_0 + r.stage * Q_STAGE);
 #if FLEX

@@ -273,7 +273,17 @@ static PyObject *flex_source(PyObject *self, PyObject *args) {
     return result;
 }
 
+static PyObject *have_memory(PyObject *self, PyObject *tensors) {
+    (void)self;
+    bool have = PyTuple_Check(tensors);
+    for (Py_ssize_t i = 0; have && i < PyTuple_Size(tensors); i++)
+        have = fa_flex_has_memory(PyTuple_GetItem(tensors, i));
+    return PyBool_FromLong(have);
+}
+
 PyMethodDef fa_flex_functions[] = {
+    {"have_memory", have_memory, METH_O,
+     "have_memory(tensors) -> are all of a tuple None, or plain tensors whose storages hold them?"},
     {"flex_tables", flex_tables, METH_NOARGS, "flex_tables() -> the numbers of ops and dtypes, and the limits"},
     {"flex_check", flex_check, METH_O,
      "flex_check(program) -> the dtype of its result; RuntimeError: it is no program"},

@@ -50,6 +50,21 @@ fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor
     return check_memory(&to->t, err);
 }
 
+bool fa_flex_has_memory(PyObject *object) {
+    fa_tensor t = {.name = ""};
+    fa_error err;
+    const void *data = NULL;
+    if (object == Py_None) return true;
+    if (!fa_is_plain(object) || !fa_find_tensors()) return false;
+    void *impl = *(void **)fa_handle_of(object);
+    if (!impl) return false;
+    fa_tensor_read((AtenTensorHandle)&impl, &t);
+    if (t.ndim > 0 && (!t.size || !t.stride)) return false;
+    if (fa_torch.torch_get_const_data_ptr(t.handle, &data) != 0) return false;
+    t.data = (void *)data;
+    return check_memory(&t, &err) == FA_OK;
+}
+
 /* ---- programs ---------------------------------------------------------------------------------------------------- */
 
 /* What is known of torch's dtype of a name. */

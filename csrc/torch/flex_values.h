@@ -13,6 +13,9 @@ typedef struct {
 } fa_flex_tensor;
 
 /* Reads a torch.Tensor; None leaves it absent. Its storage must hold all its elements. */
+/* Is an object None, or a torch.Tensor whose memory holds all its elements? false: it may be. */
+bool fa_flex_has_memory(PyObject *object);
+
 fa_status fa_flex_read_tensor(PyObject *object, const char *name, fa_flex_tensor *to, fa_error *err);
 
 /* Is the dtype of a tensor, which was read to t, torch's dtype of this name? */
