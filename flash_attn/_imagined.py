@@ -50,8 +50,15 @@ def is_on_cpu(tensor):
 
 
 def stand_in(tensor, device):
-    """A tensor whose contents mean nothing, in place of one on another device, such as "meta"."""
-    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    """A tensor whose contents mean nothing, in place of one on another device, such as "meta".
+
+    It begins at an address that is as aligned as that of the tensor in its storage: loads and TMA ask for 16 bytes.
+    """
+    sizes, strides = tensor.shape, tensor.stride()
+    first = tensor.storage_offset() % 16
+    num = first + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides)) if tensor.numel() else first
+    memory = torch.empty(num, dtype=tensor.dtype, device=device)
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-        found.zero_()
+        memory.zero_()
+    found = memory.as_strided(sizes, strides, first)
     return found.requires_grad_(tensor.requires_grad)

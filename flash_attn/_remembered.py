@@ -4,6 +4,7 @@ A mask is the same if it is the same part of the same memory, and nobody wrote i
 """
 
 import collections
+import os
 import threading
 
 import torch
@@ -14,7 +15,16 @@ MANY = 1 << 13  # bools that are compared faster as words
 
 _kept = collections.OrderedDict()
 _noted = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal's handler may run while this thread has it
+
+
+def _renew_lock():
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # a thread that has the lock is not in the child
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _place(mask):

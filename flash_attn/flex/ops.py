@@ -7,7 +7,6 @@ unless something watches the ops (:func:`is_watched`).
 
 import collections
 import struct
-import threading
 
 import torch
 from torch.autograd import forward_ad
@@ -106,8 +105,7 @@ BLOCK = (128, 128)
 FEW_PAIRS = 1 << 25  # of all heads: a kernel reads the mask of so few sooner than it finds blocks
 FEW_ROWS = 64
 
-_kept_blocks = collections.OrderedDict()
-_lock = threading.Lock()
+_kept_blocks = {}  # the oldest first
 MOST_KEPT = 16
 MOST_KEPT_BYTES = 16 << 20  # of the lists of a mask
 
@@ -148,20 +146,28 @@ def blocks_of_mask(device, shape, mask, program, q_offset=None, block=BLOCK):
         return *block, *find_lists(mask, device, (b, h, len_q, len_kv), block, q_offset)
     stream = None if on_cpu else torch._C._cuda_getCurrentRawStream(device.index)
     key = mask[0], _bits_of(mask[2]), b, h, len_q, len_kv, *block, device, stream
-    with _lock:
-        found = _kept_blocks.get(key)
-    if found is not None:
-        return found
-    with torch.inference_mode(False):
-        found = (*block, *find_lists(mask, device, (b, h, len_q, len_kv), block))
-    found = found if on_cpu else (*found, KeptWalks(FEW_BYTES))
-    forgotten = []  # until the lock is free: whoever drops a tensor may let other threads run
-    with _lock:
-        forgotten.append(_kept_blocks.pop(key, None))
-        _kept_blocks[key] = found
-        while len(_kept_blocks) > MOST_KEPT:
-            forgotten.append(_kept_blocks.popitem(last=False))
+    found = _kept_blocks.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = (*block, *find_lists(mask, device, (b, h, len_q, len_kv), block))
+        found = found if on_cpu else (*found, KeptWalks(FEW_BYTES))
+        _keep(key, found)
     return found
+
+
+def _keep(key, found):
+    """Keeps lists, and forgets the oldest.
+
+    NOTE: for a lock a signal's handler would wait for ever, or the child of a fork. Each step of a plain dict is done
+    before another thread runs. What was kept is dropped behind all steps.
+    """
+    forgotten = [_kept_blocks.pop(key, None)]
+    _kept_blocks[key] = found
+    while len(_kept_blocks) > MOST_KEPT:
+        try:
+            forgotten.append(_kept_blocks.pop(next(iter(_kept_blocks)), None))
+        except (StopIteration, RuntimeError):  # another thread has changed the dict since
+            pass
 
 
 def _bits_of(numbers):

@@ -40,6 +40,13 @@ static int atomicAdd(unsigned *counter, int x) { return (int)(*counter += (unsig
 #define fence_proxy_async_global()          ((void)0)
 
 template <class T> static T __ldg(const T *place) { return *place; }
+template <int N> static void pin(u32 (&)[N]) {}
+/* A lane's float of a row is the row's number (flex_row), and lanes have rows that follow one another. */
+static float float_of_lane(float x, int from) {
+    return from < 0 || from > 31 ? NAN : x - (float)(emulated_thread.x % 32) + (float)from;
+}
+template <class T> static T float_of_lane(T x, int) { return x; }
+#define __shfl_sync(mask, x, from) float_of_lane(x, from)
 #include "cuda/attn_bwd_scores.cuh"
 
 /* ---- problems ---------------------------------------------------------------------------------------------------- */
@@ -165,8 +172,10 @@ static void check_step(const tile &t, int entry, int head) {
         s[i] = products[i] = hidden.has(i) ? (const float[]){INFINITY, NAN, 5}[below(3)] : (float)below(100) / 10 - 5;
     }
     for (int i = 0; i < STAT_REGS; i++) lse[i] = below(9) ? (float)below(100) / 20 + 5 : INFINITY;
+    loaded_pairs<LOADS_PAIRS_EARLY> pairs;
+    pairs.load(mod, at, query_tile_of(entry)), pairs.settle();
     u32 P[P_REGS], W[P_REGS], rest[REST_REGS];
-    exponentiate_by_mods(s, lse, P, p, mod, values_of(p, t, mod), hidden, hides, at);
+    exponentiate_by_mods(s, lse, P, p, mod, values_of(p, t, mod), hidden, hides, at, pairs);
     for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<weight_type>(s[2 * i], s[2 * i + 1]);
     split_weights(s, WEIGHTED ? W : P, rest);
     for (int i = 0; i < S_REGS; i++, num_pairs++) {

@@ -1,8 +1,10 @@
 """Blocks that a call finds for itself: of a dense attn_mask and of a bare mask_mod, and when it looks for them."""
 
 import gc
+import os
 import random
 import re
+import signal
 import threading
 import weakref
 
@@ -167,6 +169,38 @@ def test_threads_keep_lists_together():
     for thread in threads:
         thread.join()
     assert not failures and len(list(ops._kept_blocks)) == ops.MOST_KEPT
+
+
+def test_a_forked_child_finds_blocks_while_threads_do():
+    tensors = [x.detach() for x in draw(1, 1, 1, 140, 140, 8, torch.float32, "cpu")]
+    mods, is_over = [lambda b, h, i, j, n=n: (i >= j) & (j != n) for n in range(40)], threading.Event()
+
+    def call(first=0):
+        for n in range(first, 40):
+            flex_attention(*tensors, mask_mod=mods[n])
+
+    def work():
+        while not is_over.is_set():
+            call()
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # ends a child that waits
+                call(30)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("way", ["mask_mod", "attn_mask"])

@@ -146,6 +146,14 @@ def names_of(bias, grad=False, d=128):
     return [kernel.name for kernel in kernels]
 
 
+def test_a_tensor_without_memory_lies_as_it_would():
+    """Whether pairs are aligned is a part of the kernel's name, and known before the call."""
+    for layout in ("dense", "shifted", "padded"):
+        bias = laid(torch.zeros(1, 1, 256, 256, dtype=torch.bfloat16), layout)
+        wide = torch.zeros(bias.untyped_storage().nbytes() // 2, dtype=torch.bfloat16, device="meta")
+        assert names_of(wide.as_strided(bias.shape, bias.stride(), bias.storage_offset())) == names_of(bias)
+
+
 def test_pairs_have_a_text_of_their_own():
     """Only where each pair of keys lies in one aligned place."""
     dense = torch.zeros(1, 1, 256, 256, dtype=torch.bfloat16)

@@ -111,18 +111,39 @@ MODS = """
 #define FLEX_HIDDEN 0
 #define FLEX_LONG_MASK 0
 #define FLEX_BLOCKS 1
+#define FLEX_PREFETCHES 1
+#define FLEX_PAIR_BITS HAS_PAIRS
+#define FLEX_ROW HAS_PAIRS
 #define FLEX_ADDS (!FLEX_FACTOR)
 #define FLEX_HEAD_VALUES FLEX_ADDS
 struct flex_values { long long words[1]; };
 struct flex_sums {};
 #define INDICES int b, int h, int i, int j
 DEVICE float flex_factor(int i, int j) { return FLEX_FACTOR ? (float)((i + j) % 7 - 3) : 1; }
-DEVICE float flex_score(const flex_values &, float x, INDICES) {
+DEVICE float flex_score(const flex_values &, float x, INDICES, int j_step = -1) {
+    if (j_step >= 0 && j_step % 2 != j % 2) return NAN;
     return x * flex_factor(i, j) - 0.01f * (float)((i + 3 * j + h + b) % 50);
+}
+DEVICE void flex_prefetch(const flex_values &, INDICES) {
+    if (i < 0 || j < 0) abort();
+}
+DEVICE unsigned short flex_pair_bits(const flex_values &, INDICES) {
+    return (unsigned short)(i * 131 + j * 7 + h * 3 + b);
+}
+DEVICE float flex_row(const flex_values &, int b, int h, int i) { return (float)i; } /* lanes are told apart by this */
+DEVICE float flex_score_of(const flex_values &x, unsigned short bits, float row, float score, INDICES) {
+    if (bits != flex_pair_bits(x, b, h, i, j) || row != (float)i) return NAN;
+    return flex_score(x, score, b, h, i, j);
 }
 DEVICE void flex_head_values(const flex_values &, float *values, int b, int h) { values[0] = (float)(h + b); }
 #ifdef BLOCK_Q /* the backward */
-DEVICE float flex_exponent(const flex_values &x, const float *values, float start, INDICES, int i_step, int j_step) {
+DEVICE float flex_exponent(const flex_values &x, const float *values, float start, INDICES, int i_step, int j_step
+#if HAS_PAIRS
+                           , unsigned short bits, float row) {
+    if (bits != flex_pair_bits(x, b, h, i, j) || row != (float)i) return NAN;
+#else
+                           ) {
+#endif
     const bool is_of_thread = (i - i_step) % 2 == 0 && i_step < BLOCK_Q && (j - j_step) % 16 < 8;
     if (!is_of_thread || values[0] != (float)(h + b)) return NAN;
     return start + 1.44269504f * flex_score(x, 0, b, h, i, j);
@@ -150,8 +171,9 @@ def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tm
     (tmp_path / "flex_mods.cuh").write_text(MODS)
     compile_emulation(tmp_path / "engine.o")
     compiler = [tool("g++"), "-std=c++17", "-O1", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC, "-I", tmp_path]
-    for factor, is_finite in ((0, 0), (0, 1), (1, 0)):
+    for factor, is_finite, has_pairs in ((0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1)):
         options = ["-DFLEX=1", "-DFLEX_MAX=0", f"-DFLEX_FACTOR={factor}", f"-DFLEX_IS_FINITE={is_finite}"]
+        options.append(f"-DHAS_PAIRS={has_pairs}")
         mods = [*options, c / "check_bwd_mods.cpp", tmp_path / "engine.o", "-rdynamic"]
         run(*compiler, *constants, *mods, "-o", tmp_path / "check_bwd_mods")
         assert "as they should be" in run(tmp_path / "check_bwd_mods")
@@ -220,7 +242,7 @@ def test_rows_of_the_emulated_forward_in_8_bits(row, tmp_path):
 
 def test_rows_of_the_emulated_forward_with_mods_on_hopper(tmp_path):
     (tmp_path / "flex_mods.cuh").write_text(MODS)
-    mods = ["-DFLEX=1", "-DFLEX_FACTOR=1", "-DFLEX_MAX=1"]
+    mods = ["-DFLEX=1", "-DFLEX_FACTOR=1", "-DFLEX_MAX=1", "-DHAS_PAIRS=1"]
     assert "all rows are right" in emulated_on_hopper(
         "check_fwd_sm90", "attn_fwd_sm90_bf16_d128_q128kv128", tmp_path, *mods
     )
