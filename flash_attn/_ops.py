@@ -134,7 +134,7 @@ def check_storage(name, x):
 
 def check_storages(names, tensors):
     """``check_storage`` of several tensors, which are None or have names. C looks at all at once."""
-    if not flash_attn_2_cuda.have_memory(tuple(tensors)):
+    if not torch.compiler.is_compiling() and not flash_attn_2_cuda.have_memory(tuple(tensors)):
         for name, x in zip(names, tensors):
             if name is not None and x is not None:
                 check_storage(name, x)
