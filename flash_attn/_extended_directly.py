@@ -33,12 +33,11 @@ LEN_SHIFT, LEFT, RIGHT, CAP, NUM_VALUES = range(FIRST + NUM_PLACES, FIRST + NUM_
 NAMES = {BIAS: "attn_bias", MASK: "attn_mask", SLOPES: "alibi_slopes"}
 STAND_INS = {7919: LEN_SHIFT, 104729: LEFT, 1299709: RIGHT, 12.75: CAP}  # numbers that no option has by itself
 
-BLOCK = 128
-FEW_BLOCKS = BLOCK  # so few queries and keys are one block, which needs no list
+FEW = 128  # so many queries and keys are one block, which needs no list
 
 
 def _is_one_block(len_q, len_kv):
-    return len_q <= FEW_BLOCKS and len_kv <= FEW_BLOCKS
+    return len_q <= FEW and len_kv <= FEW
 
 
 # ---- programs of each kind -----------------------------------------------------------------------------------------
@@ -56,7 +55,6 @@ class _Bindable:
         self.fixed = [x for x in numbers if x not in STAND_INS]
         places = iter(range(NUM_VALUES, NUM_VALUES + len(self.fixed)))
         self.numbers = [STAND_INS[x] if x in STAND_INS else next(places) for x in numbers]
-        self.reads_b, self.reads_h = (self.program.reads(op) for op in "bh")
 
     def for_c(self):
         return self.text, tuple(self.tensors), tuple(self.numbers), tuple(self.fixed)

@@ -228,14 +228,13 @@ def create_block_mask(
     return block_mask
 
 
-def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=None):
+def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv):
     """The lists of the blocks of a mask: ``mask`` is a program with its tensors and numbers. Returns a dict by name.
 
-    ``q_offset`` is what the mask adds to the rows of a batch, int32 ``[b]``, on the CPU only. On a GPU the host does
-    not wait for the lists.
+    On a GPU the host does not wait for the lists.
     """
     program, tensors, numbers = mask
-    if q_offset is None and ops.is_watched(*tensors):
+    if ops.is_watched(*tensors):
         return dict(
             zip(NAMES, ops.classify(device, program, tensors, numbers, [b, h, len_q, len_kv], [block_q, block_kv]))
         )
@@ -244,7 +243,7 @@ def find_blocks(mask, device, b, h, len_q, len_kv, block_q, block_kv, q_offset=N
     lists = tuple(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes * 2)
     _check_is_plain("create_block_mask", lists[0])
     sizes = (b, h, len_q, len_kv, block_q, block_kv)
-    calls.classify(program.text, tensors, numbers, lists, *sizes, q_offset)
+    calls.classify(program.text, tensors, numbers, lists, *sizes, None)
     return dict(zip(NAMES, lists))
 
 
