@@ -3,11 +3,16 @@ scaled_dot_product_attention, forward and backward, in bf16.
 
     python benchmarks/bench_masks.py
 
-The masks: none; "padding", keys behind the end of a sequence; "causal" and "documents", eight of them, as an array of
-queries and keys; "random", each pair with one half; "bias", of queries and keys, for all heads and for each head. The
-kernels run in turns (_gpu.py). The error is the norm of the difference to fp64, divided by the norm of the exact
-result, of 64 queries of each head of the first sequence. Writes masks_<device>.csv to the folder --out, and prints the
-table.
+    none         no mask
+    padding      hides keys behind the end of a sequence
+    causal       an array of queries and keys
+    documents    eight of them, as such an array
+    random       hides each pair with one half
+    bias         of queries and keys, for all heads; "bias of heads" has one for each head
+
+The kernels run in turns (_gpu.py). An error is the norm of the difference to fp64, divided by the norm of the exact
+result. It is that of 64 queries of each head of the first sequence. Writes masks_<device>.csv to the folder --out, and
+prints the table.
 """
 
 import argparse

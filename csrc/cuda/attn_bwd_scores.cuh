@@ -213,10 +213,12 @@ DEVICE first_pair pair_of(const tile &t, int q_tile) {
     return {q_tile * BLOCK_Q + 2 * (thread % 4), first_key(t) + thread % (2 * KEYS) / 32 * 16 + thread % 32 / 4};
 }
 
-/* What the score_mod reads of the pairs of a thread, where these are 16 bits, such as a bias of each query and key, and
- * what it reads of their rows. EARLY: it is loaded before S = K Q^T begins. NOTE: ptxas had registers for a fourth of
- * the loads while S and dQ are on their way, and a step waited for memory eight times. Two elements in one register
- * leave room for all. A lane keeps the rows of its number, because what is spilled waits for memory, too. */
+/* What the score_mod reads of the pairs of a thread and of their rows. Of a pair it is 16 bits, such as a bias of each
+ * query and key. EARLY: all of it is loaded before S = K Q^T begins.
+ *
+ * NOTE: while S and dQ are on their way, ptxas had registers for a fourth of the loads. A step then waited for memory
+ * eight times. Two elements in one register leave room for all. A lane keeps the rows of its number, because what is
+ * spilled waits for memory, too. */
 template <bool EARLY> struct loaded_pairs {
     DEVICE void load(const mods &, const first_pair &, int) {}
     DEVICE void settle() {}

@@ -50,8 +50,8 @@ struct mod_functions {
 #endif
     }
 
-    /* What the score_mod reads of query i and key j alone, if that is 16 bits, and of query i alone, if that is a
-     * float; else 0, and nobody reads it. */
+    /* What the score_mod reads of query i and key j alone, if that is 16 bits. Then row() is what it reads of query i
+     * alone, if that is a float. Otherwise both are 0, and nobody reads them. */
     DEVICE unsigned short pair_bits(int i, int j) const {
 #if FLEX_PAIR_BITS
         return flex_pair_bits(values, b_idx, head, first + i, j);

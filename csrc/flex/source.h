@@ -57,7 +57,7 @@
  *
  * With FLEX_PREFETCHES, of a score_mod that reads elements which no other pair of the head reads:
  *
- *   DEVICE void flex_prefetch(const flex_values &x, int b, int h, int q_idx, int kv_idx);    asks the L1 for them
+ *   DEVICE void flex_prefetch(const flex_values &x, int b, int h, int q_idx, int kv_idx);    asks the L1 for one
  *
  * flex_derivative adds to the gradients of captures by atomicAdd, where what it adds is not 0. The overload with `sums`
  * keeps gradients of elements that only b and h choose in registers. The thread adds them to memory by flex_add_sums

@@ -4,8 +4,8 @@
 
 #include "source_words.h"
 
-/* Does an instruction load an element at q_idx, and at kv_idx or not, where all other indices are those of the head or
- * numbers? */
+/* Does an instruction load an element at q_idx? Is kv_idx an index, too, as at_kv says? All other indices must be those
+ * of the head, or numbers. */
 static bool loads_at(const fa_flex_program *p, const fa_flex_instruction *x, bool at_kv) {
     bool has_q = false, has_kv = false;
     if (!fa_is_op(x, FA_FLEX_gather)) return false;

@@ -257,7 +257,8 @@ def flex_attention(
         return_lse: returns ``(out, lse)``; ``return_aux`` is the newer form.
         kernel_options: hints that no kernel here needs. ``BACKEND="TRITON"`` calls PyTorch's own function.
         return_aux: an ``AuxRequest``; returns ``(out, AuxOutput)``.
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` instead of a block mask, whose blocks are then found for this call.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` instead of a block mask. The call finds its blocks. Those of a mask
+            that reads no tensor are kept for the next call.
         q_offset: ``[B]``, integers on query's device, or one for all: the mods' q_idx of query i is
             ``i + q_offset[b]``. A block mask with more rows than query is then that of the whole sequence.
         kv_len: ``[B]``, integers on query's device, or one for all: only the first ``kv_len[b]`` keys exist.

@@ -10,7 +10,10 @@ import flash_attn
 from flash_attn import flash_attn_func
 from flash_attn.flex_attention import flex_attention
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
+]
 SIZES = {"even": (300, 422), "odd": (299, 421), "square": (256, 256), "short": (70, 300)}
 
 
