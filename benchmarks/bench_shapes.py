@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn import flash_attn_func
 
-WITH_GENERIC = {"len 1000", "len 1000, causal", "d = 40", "d = 192", "d = 128, fp16"}
+WITH_GENERIC = {"len 1000", "len 1000, causal", "d = 36", "d = 40", "d = 192", "d = 128, fp16"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,

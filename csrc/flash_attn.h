@@ -253,6 +253,7 @@ typedef struct {
     bool follows_rows; /* backward on Hopper with a block mask: key tiles begin in their order, as the L2 wants it */
     int tile_heads;    /* query heads that share work tiles of a forward; 0 counts as 1 */
     bool gathers;      /* forward on Hopper: reads copies of the pages, which cuda/gather.cu makes before it runs */
+    unsigned aligns;   /* tensors whose rows the kernel does not read: it runs on copies (gpu_align.h); 0: none */
     bool any_order;    /* backward on Hopper: key tiles add to dQ in any order, instead of the order of the keys */
     bool converts;     /* backward on Hopper: a separate warp makes dQ of the sums */
     int cluster;       /* decode: CTAs of a cluster, which share a head's keys and sums; 0: sums go through memory */

@@ -34,6 +34,7 @@ class Plan:
     group_heads: int = 0  # heads that a GPU walks together, so that their keys stay in its L2; 0: not chosen
     tile_heads: int = 0  # query heads of one key head that share the work tiles of a GPU; 0: not chosen
     gathers: bool = False  # pages of a KV cache are copied side by side before the kernel runs
+    aligns: bool = False  # the kernel runs on copies of tensors whose rows do not start at multiples of 16 bytes
     is_dynamic: bool = False  # CTAs of a forward take their next work tile from a counter
     cluster: int = 0  # CTAs of a cluster, which share a head's keys and exchange sums; 0: sums go through memory
     lanes: int = 0  # decode: CTAs of a group, which read neighbouring heads side by side; 0: another kernel
@@ -57,6 +58,7 @@ class Plan:
                 *([f"    walked together  {_number(self.group_heads, 'head')}"] if self.group_heads else []),
                 *([f"    in a work tile   {self.tile_heads} heads"] if self.tile_heads > 1 else []),
                 *(["    pages            copied side by side before it runs"] if self.gathers else []),
+                *(["    tensors          copied to rows of whole 16 bytes, and back"] if self.aligns else []),
                 *(["    work tiles       from a counter"] if self.is_dynamic else []),
                 *([f"    clusters of      {self.cluster}"] if self.cluster else []),
                 *(

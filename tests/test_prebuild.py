@@ -34,7 +34,7 @@ ANY = re.compile(
     r"|attn_decode_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+t\ds\d"
     r"|attn_bwd_sm80_(bf16|fp16)_d(32|48|64|96|128|160|192|256)_q\d+kv\d+w\d+(g2)?(_score)?(_dropout)?"
     r"|attn_bwd_dq_sm80_(bf16|fp16)_d(32|48|64|96|128|160|192|256)_q\d+kv\d+w\d+(g2)?|flex_blocks|flex_lists"
-    r"|flex_exact_sums|sinks_grad|max_logits"
+    r"|flex_exact_sums|sinks_grad|max_logits|align"
 )
 
 
@@ -67,6 +67,7 @@ def test_every_kernel_has_a_name_and_a_row():
         + 5 * (4 + 1)
         + 2 * 19 * 8
         + 2 * 16
+        + 1
     )
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
     hopper = [name for name in hopper if not name.startswith("attn_decode_")]

@@ -3,8 +3,11 @@
 #define FA_DIVISION_CUH
 
 #include "division.h"
-#include "ptx_sm80.cuh"
 
-DEVICE int divide(int x, fa_division by) { return (int)((u64)(u32)x * by.magic >> by.shift); }
+#ifndef DEVICE
+#define DEVICE __device__ __forceinline__
+#endif
+
+DEVICE int divide(int x, fa_division by) { return (int)((unsigned long long)(unsigned)x * by.magic >> by.shift); }
 
 #endif

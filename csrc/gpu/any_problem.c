@@ -19,14 +19,6 @@ static fa_cuda_row_stats stats_of(const fa_row_stats *t) {
     return (fa_cuda_row_stats){t->data, t->stride_b, t->stride_h};
 }
 
-/* Low bits that are zero in the result are zero in the address of every row. The stride of a dimension with one element
- * does not matter. */
-static uint64_t offsets_of(const fa_view *t, int64_t element_bytes, int64_t batches, int64_t rows, int64_t heads) {
-    const int64_t strides =
-        (batches > 1 ? t->stride_b : 0) | (rows > 1 ? t->stride_row : 0) | (heads > 1 ? t->stride_h : 0);
-    return (uintptr_t)t->data | (uint64_t)(strides * element_bytes);
-}
-
 /* Returns the largest piece of up to 16 bytes. All rows consist of whole pieces and start at a multiple of a piece. */
 static int piece_bytes(const fa_problem *p) {
     const int64_t bytes = (int64_t)fa_dtype_bytes(p->dtype),
@@ -37,11 +29,11 @@ static int piece_bytes(const fa_problem *p) {
                                                       : p->b;
     const int64_t kv_rows = p->paged ? p->page_size : p->cu_seqlens_k ? p->total_kv : p->len_kv;
     const fa_view *like_q[] = {&p->q, &p->qv, &p->dout, &p->dq}, *like_k[] = {&p->k, &p->v, &p->dk, &p->dv};
-    uint64_t offsets =
-        16 | (uint64_t)(p->d * bytes) | (uint64_t)(p->d_v * bytes) | offsets_of(&p->o, o_bytes, p->b, p->total_q, p->h);
+    uint64_t offsets = 16 | (uint64_t)(p->d * bytes) | (uint64_t)(p->d_v * bytes) |
+                       fa_offsets_of(&p->o, o_bytes, p->b, p->total_q, p->h);
     for (int i = 0; i < 4; i++)
-        offsets |= offsets_of(like_q[i], bytes, p->b, p->total_q, p->h) |
-                   offsets_of(like_k[i], bytes, kv_batches, kv_rows, p->h_kv);
+        offsets |= fa_offsets_of(like_q[i], bytes, p->b, p->total_q, p->h) |
+                   fa_offsets_of(like_k[i], bytes, kv_batches, kv_rows, p->h_kv);
     return (int)(offsets & -offsets);
 }
 

@@ -2,6 +2,7 @@
  * family is called. */
 #include "run.h"
 
+#include "align.h"
 #include "append.h"
 #include "flex/flex.h"
 #include "launchers.h"
@@ -20,7 +21,7 @@ static bool fills_unowned_rows(int family) {
            family == FA_FWD_SM80;
 }
 
-static fa_status run_with_heads(const fa_cuda_call *call, fa_error *err) {
+static fa_status run_kernels(const fa_cuda_call *call, fa_error *err) {
     const fa_problem *p = call->problem;
     const int family = call->plan->gpu.family;
     fa_status status = FA_OK;
@@ -51,7 +52,7 @@ fa_status fa_cuda_run(const fa_problem *problem, const fa_plan *plan, bool zero_
                                .stream = place.stream,
                                .walks = is_kept ? kept->data : NULL,
                                .has_walks = is_kept && !kept->is_wanted};
-    status = problem->h > 0 ? run_with_heads(&call, err) : run_without_heads(&call, err);
+    status = problem->h > 0 ? fa_cuda_run_aligned(&call, run_kernels, err) : run_without_heads(&call, err);
     fa_cuda_leave(&place);
     return status;
 }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "flex/flex.h"
+#include "gpu_align.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "kernel_table.h"
@@ -18,21 +19,61 @@ static const struct {
     fa_cuda_planner *plan;
     bool takes_flex;       /* programmable attention */
     bool takes_flex_cache; /* .. with q_offset, lengths or pages */
+    bool takes_copies;     /* it reads aligned rows, and copies of others (gpu_align.h) */
 } planners[] = {
-    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, false, false},
-    {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true, false},
-    {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false, false},
-    {FA_FWD, "attn_decode_sm80", fa_plan_decode_sm80, false, false},
-    {FA_FWD, "attn_fwd_sm80", fa_plan_fwd_sm80, false, false},
-    {FA_FWD, "attn_fwd_any", fa_plan_fwd_any, true, true},
-    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90, true, false},
-    {FA_BWD, "attn_bwd_sm80", fa_plan_bwd_sm80, false, false},
-    {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true, true},
+    {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, false, false, true},
+    {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true, false, true},
+    {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false, false, false},
+    {FA_FWD, "attn_decode_sm80", fa_plan_decode_sm80, false, false, true},
+    {FA_FWD, "attn_fwd_sm80", fa_plan_fwd_sm80, false, false, true},
+    {FA_FWD, "attn_fwd_any", fa_plan_fwd_any, true, true, false},
+    {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90, true, false, true},
+    {FA_BWD, "attn_bwd_sm80", fa_plan_bwd_sm80, false, false, true},
+    {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true, true, false},
 };
 
 static bool is_flex_cache(const fa_problem *p) { return p->flex->q_offset || p->seqused_k || p->paged; }
 
-static void name_kernel(fa_plan *plan, int arch) { fa_variant_name(fa_plan_variant(plan, arch), plan->kernel); }
+/* Takes the first kernel that serves the problem, or only a tile kernel. reasons: why there is none, unless NULL. */
+static bool plan_first(const fa_problem *p, const fa_machine *machine, bool has_tiles, fa_plan *plan, char *reasons,
+                       size_t room) {
+    size_t at = 0;
+    for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {
+        const char *why;
+        if (planners[i].pass != p->pass || (has_tiles && !planners[i].takes_copies)) continue;
+        if (!fa_allows_kernel(machine, planners[i].name))
+            why = "FLASH_ATTN_CUDA_KERNEL rules it out";
+        else if (p->flex && !planners[i].takes_flex)
+            why = "it takes no mod and no block mask";
+        else if (p->flex && is_flex_cache(p) && !planners[i].takes_flex_cache)
+            why = "it takes no q_offset, kv_len and block_table";
+        else
+            why = planners[i].plan(p, machine, plan);
+        if (!why) return true;
+        fa_rule_out(plan, planners[i].name, why);
+        if (at < room)
+            at += (size_t)snprintf(reasons + at, room - at, "%s%s: %s", at ? "; " : "", planners[i].name, why);
+    }
+    return false;
+}
+
+/* A tile kernel may run on copies of the tensors, if this takes less time than a generic kernel. is_last: no kernel
+ * takes the tensors themselves. */
+static bool plan_on_copies(const fa_problem *p, const fa_machine *machine, bool is_last, fa_plan *plan) {
+    enum { ALIGNMENT = 256 };
+    fa_aligned_tensor tensors[FA_MAX_ALIGNED];
+    if (!fa_may_align(p) || !(is_last || fa_align_pays(p, machine->gpu_capability))) return false;
+    const fa_plan before = *plan;
+    const unsigned wanted = fa_tensors_to_align(p);
+    const fa_problem aligned = fa_aligned(p, tensors, fa_align(p, wanted, NULL, tensors));
+    if (!plan_first(&aligned, machine, true, plan, NULL, 0)) {
+        *plan = before;
+        return false;
+    }
+    plan->gpu.aligns = wanted;
+    plan->workspace_bytes = (plan->workspace_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + fa_align_bytes(p, wanted);
+    return true;
+}
 
 fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *plan, fa_error *err) {
     if (machine->gpu_capability < 80)
@@ -46,26 +87,10 @@ fa_status fa_plan_cuda(const fa_problem *p, const fa_machine *machine, fa_plan *
         rest.gpu_sms = p->sm_margin < rest.gpu_sms ? rest.gpu_sms - (int)p->sm_margin : 1;
     plan->gpu.num_sms = rest.gpu_sms;
     char reasons[FA_MESSAGE_BYTES - 64] = "";
-    size_t at = 0;
-    for (size_t i = 0; i < sizeof planners / sizeof *planners; i++) {
-        const char *why;
-        if (planners[i].pass != p->pass) continue;
-        if (!fa_allows_kernel(machine, planners[i].name))
-            why = "FLASH_ATTN_CUDA_KERNEL rules it out";
-        else if (p->flex && !planners[i].takes_flex)
-            why = "it takes no mod and no block mask";
-        else if (p->flex && is_flex_cache(p) && !planners[i].takes_flex_cache)
-            why = "it takes no q_offset, kv_len and block_table";
-        else
-            why = planners[i].plan(p, &rest, plan);
-        if (!why) {
-            name_kernel(plan, machine->gpu_capability);
-            return FA_OK;
-        }
-        fa_rule_out(plan, planners[i].name, why);
-        if (at < sizeof reasons)
-            at +=
-                (size_t)snprintf(reasons + at, sizeof reasons - at, "%s%s: %s", at ? "; " : "", planners[i].name, why);
+    if (plan_on_copies(p, &rest, false, plan) || plan_first(p, &rest, false, plan, reasons, sizeof reasons) ||
+        plan_on_copies(p, &rest, true, plan)) {
+        fa_variant_name(fa_plan_variant(plan, machine->gpu_capability), plan->kernel);
+        return FA_OK;
     }
     return fa_fail(err, FA_EUNSUPPORTED, "flash_attn: no kernel takes this call. %s", reasons);
 }

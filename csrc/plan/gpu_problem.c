@@ -125,10 +125,11 @@ static bool reads(const fa_flex_bound *bound, fa_flex_op op) {
     return false;
 }
 
-/* A long problem may take as much memory again as its q, k, v and out. */
+/* A long problem may take as much memory again as its q, k, v and out. These count as copies with aligned rows
+ * (gpu_align.h), so that a problem has the limit of its copies. */
 static int64_t most_hidden_bytes(const fa_problem *p) {
     const int64_t least = (int64_t)128 << 20, rows = p->b * (p->h * p->len_q + p->h_kv * p->len_kv);
-    const int64_t bytes = rows * (p->d + p->d_v) * 2;
+    const int64_t bytes = rows * ((p->d + 7) / 8 * 8 + (p->d_v + 7) / 8 * 8) * 2;
     return bytes > least ? bytes : least;
 }
 
@@ -443,11 +444,14 @@ void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason) {
     plan->ruled_out[plan->num_ruled_out++] = (fa_ruled_out){kernel, reason};
 }
 
+uint64_t fa_offsets_of(const fa_view *t, int64_t element_bytes, int64_t batches, int64_t rows, int64_t heads) {
+    const int64_t strides =
+        (batches > 1 ? t->stride_b : 0) | (rows > 1 ? t->stride_row : 0) | (heads > 1 ? t->stride_h : 0);
+    return (uintptr_t)t->data | (uint64_t)(strides * element_bytes);
+}
+
 bool fa_suits_tma(const fa_problem *p, const fa_view *t, int64_t num_batches, int64_t num_rows, int64_t num_heads) {
-    const int64_t elements = 16 / (int64_t)fa_dtype_bytes(p->dtype);
-    /* The stride of a dimension with one element does not matter. */
-    return (uintptr_t)t->data % 16 == 0 && (num_rows <= 1 || t->stride_row % elements == 0) &&
-           (num_heads <= 1 || t->stride_h % elements == 0) && (num_batches <= 1 || t->stride_b % elements == 0);
+    return fa_offsets_of(t, (int64_t)fa_dtype_bytes(p->dtype), num_batches, num_rows, num_heads) % 16 == 0;
 }
 
 static bool suits(const fa_problem *p, const fa_view *t, bool is_query) {

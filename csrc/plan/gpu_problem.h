@@ -167,6 +167,10 @@ bool fa_allows_kernel(const fa_machine *machine, const char *name);
 
 void fa_rule_out(fa_plan *plan, const char *kernel, const char *reason);
 
+/* Low bits that are zero in the result are zero in the address of every row. The stride of a dimension with one element
+ * does not matter. */
+uint64_t fa_offsets_of(const fa_view *tensor, int64_t element_bytes, int64_t batches, int64_t rows, int64_t heads);
+
 /* Can TMA walk over the tensor? TMA needs addresses and strides that are multiples of 16 bytes. A packed tensor is one
  * batch. num_rows counts the rows of all batches. */
 bool fa_suits_tma(const fa_problem *problem, const fa_view *tensor, int64_t num_batches, int64_t num_rows,

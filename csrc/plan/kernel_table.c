@@ -254,6 +254,7 @@ static const fa_row probs_any_rows[] = {
     {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
 static const fa_row gather_rows[] = {{.name = "gather"}};
+static const fa_row align_rows[] = {{.name = "align"}};
 static const fa_row sinks_rows[] = {{.name = "sinks"}};
 static const fa_row sinks_grad_rows[] = {{.name = "sinks_grad"}};
 static const fa_row bias_shift_rows[] = {{.name = "bias_shift"}};
@@ -519,6 +520,11 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                    .rows = gather_rows,
                    .num_rows = NUM_ROWS(gather_rows),
                    .chooses = always_chooses},
+    [FA_ALIGN] = {.name = "align",
+                  .files = FILES("align.cu", "align_params.h", PROBLEM_FILES, "division.cuh", "integers.cuh"),
+                  .rows = align_rows,
+                  .num_rows = NUM_ROWS(align_rows),
+                  .chooses = always_chooses},
     [FA_COMBINE] = {.name = "combine",
                     .files = FILES("combine.cu", "combine_params.h", DIVISION_FILES, "sinks.cuh", "sinks_params.h",
                                    "element.cuh", "ptx_launch.cuh", "ptx_sm80.cuh"),

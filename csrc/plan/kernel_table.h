@@ -50,6 +50,7 @@ typedef enum {
     FA_PROBS_ANY,
     FA_KVCACHE,
     FA_GATHER, /* runs before FA_FWD_SM90 */
+    FA_ALIGN,  /* runs before and after kernels that read aligned rows */
     FA_QUANTIZE,
     FA_COMBINE,
     FA_SINKS,

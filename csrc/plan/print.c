@@ -44,6 +44,7 @@ void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
     if (gpu->group_heads > 0) count(&w, ", ", gpu->group_heads, "head", " walked together");
     if (gpu->tile_heads > 1) say(&w, ", %d heads in a tile", gpu->tile_heads);
     if (gpu->gathers) say(&w, ", pages copied before it");
+    if (gpu->aligns) say(&w, ", on copies with aligned rows");
     if (gpu->is_dynamic) say(&w, ", work tiles from a counter");
     if (gpu->cluster > 0) say(&w, ", clusters of %d", gpu->cluster);
     if (gpu->decode.lanes > 0 && gpu->cluster == 0)

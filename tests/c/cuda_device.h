@@ -6,6 +6,7 @@
 #include "cases.h"
 #include "emulate_cuda.h"
 #include "flex/source.h"
+#include "gpu/align.h"
 #include "gpu/any_problem.h"
 #include "gpu/append.h"
 #include "gpu/host.h"
@@ -43,6 +44,7 @@ static const char *parameters_of(fa_variant variant) {
     case FA_BWD_SM80:
     case FA_BWD_DQ_SM80: return "fa_attn_bwd_sm80_params";
     case FA_COMBINE: return "fa_combine_params";
+    case FA_ALIGN: return "fa_align_params";
     case FA_GATHER: return "fa_gather_params";
     case FA_QUANTIZE: return "fa_quantize_params";
     case FA_FLEX_BLOCKS: return "fa_cuda_flex_blocks";
@@ -177,7 +179,7 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
                                                          : fa_cuda_bwd_any;
     num_sm80[p->pass] += is_sm80;
     num_together[p->pass] += is_sm80 && run.plan.gpu.group_heads > 1;
-    if (launcher(&run.call, &err)) fail_msg("%s", err.text);
+    if (fa_cuda_run_aligned(&run.call, launcher, &err)) fail_msg("%s", err.text);
 }
 
 /* Runs the decode kernel on a Hopper, or on a GPU before Hopper, with this number of SMs. Returns false if the plan

@@ -49,7 +49,7 @@ def test_kernels_meet_the_reference(compiler, flags, tmp_path):
 GPU_PROGRAMS = {
     "dense and packed": ["cuda"],
     "with mods": ["cuda_flex", "flex_classify", "flex_walks"],
-    "decode and small kernels": ["cuda_decode", "cuda_combine", "gather", "quantize"],
+    "decode and small kernels": ["cuda_decode", "cuda_combine", "gather", "align", "quantize"],
 }
 
 
