@@ -8,8 +8,8 @@
 /* Each thread of a CTA moves so many pieces of 16 bytes. A launch moves up to so many tensors. */
 enum { FA_ALIGN_THREADS = 256, FA_ALIGN_PIECES = 4, FA_ALIGN_TENSORS = 8 };
 
-/* A tensor [b, rows, h, d] of elements of 2 bytes, and its copy. If its rows are equally far apart, all of them count as
- * heads of one row. */
+/* A tensor [b, rows, h, d] of elements of 2 bytes, and its copy. If all rows are equally far apart, they count as heads
+ * of one row. */
 typedef struct {
     fa_cuda_view own;
     void *copy;   /* contiguous */

@@ -37,7 +37,15 @@
 #define KERNEL attn_decode
 #endif
 
+#ifndef FLEX
+#define FLEX 0
+#endif
+#if FLEX
+#include "flex.cuh"
+typedef with_mods<fa_attn_decode_params> params; /* with a user's functions, without a block mask */
+#else
 typedef fa_attn_decode_params params;
+#endif
 
 constexpr int WARPS = WARPS_Q * TEAMS, THREADS = 32 * WARPS;
 constexpr int BLOCK_Q = 16 * WARPS_Q;                             /* rows of a tile */
@@ -237,6 +245,9 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         }
         /* softmax */
         const int key = first_key + step * BLOCK_KV;
+#if FLEX
+        const u32 seen = apply_mods(scores, p, t, head, 16 * warp_q + lane / 4, key + 2 * (lane % 4));
+#else
         const bool is_masked = is_partial<TEAM_KEYS>(key, keys.full_begin, keys.full_end);
         if (p.changes_scores || is_masked) {
             const int row = 16 * warp_q + lane / 4, column = key + 2 * (lane % 4);
@@ -244,6 +255,7 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
             if (p.changes_scores) change_scores(scores, p, rows, column);
             if (is_masked) mask_scores(scores, rows, column);
         }
+#endif
         softmax_step(scores, o, stats, p);
         /* Wait for V, then refill K's slot. */
         cp_async_wait_group<SLOTS - 2>();
@@ -257,14 +269,21 @@ DEVICE void attend(const params &p, shared_memory &s, const item &t, piece &x, i
         const element *v_smem = s.ring[team][slot];
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
         /* Do some rows see keys that other rows do not see? A weight of zero times NaN would be NaN. */
+#if FLEX
+        if (__any_sync(0xffffffffu, seen != ALL_PAIRS) && has_nan_or_inf(v_smem)) {
+            accumulate_seen(o, scores, v_smem, seen_pairs{seen});
+            continue;
+        }
+#else
         const bool is_partial =
             max(key, t.keys.begin) < keys.full_begin || min(key + TEAM_KEYS, t.keys.end) > keys.full_end;
         if (is_partial && has_nan_or_inf(v_smem)) {
             const int row = 16 * warp_q + lane / 4;
             const query_row rows[2] = {row_at(p, t, head, row), row_at(p, t, head, row + 8)};
-            accumulate_seen(o, scores, v_smem, rows, key);
+            accumulate_seen(o, scores, v_smem, seen_keys{rows, key});
             continue;
         }
+#endif
 #pragma unroll
         for (int k = 0; k < GROUPS_S / 2; k++) {
             const u32 a[4] = {cvt_x2<element>(scores[2 * k][0], scores[2 * k][1]),

@@ -62,6 +62,51 @@ DEVICE void mask_scores(float (&s)[GROUPS_S][4], const query_row (&rows)[2], int
         }
 }
 
+#if FLEX
+/* The bits of a thread's pairs: bit 4 n + i is that of register i of group n. */
+constexpr u32 ALL_PAIRS = 0xffffffffu >> (32 - 4 * GROUPS_S);
+
+/* Applies the user's functions to scores from `row` on, and hides pairs. `key` is this thread's first key. Returns the
+ * pairs that see each other. A pair of score -inf does not.
+ *
+ * The functions may be long, so the compiler sees them four times, and not once for each register: the registers move
+ * up by a group in each round. */
+DEVICE u32 apply_mods(float (&s)[GROUPS_S][4], const params &p, const item &t, int head, int row, int key) {
+    const int offset = p.flex.q_offset ? clamp(p.flex.q_offset[t.b_idx], 0, 1 << 30) : 0;
+    int query[2], q_head[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int at = min(t.q_tile * BLOCK_Q + row + 8 * r, t.s.len_q * p.heads_per_kv - 1);
+        query[r] = divide(at, p.by_heads_per_kv);
+        q_head[r] = head * p.heads_per_kv + at - query[r] * p.heads_per_kv;
+    }
+    const mod_functions of_rows[2] = {{p.values, t.b_idx, q_head[0], offset}, {p.values, t.b_idx, q_head[1], offset}};
+    u32 seen = 0;
+#pragma unroll 1
+    for (int n = 0; n < GROUPS_S; n++) {
+        float changed[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const mod_functions &mod = of_rows[i / 2];
+            const int j = key + 8 * n + i % 2, existing = max(min(j, t.s.len_kv - 1), 0);
+            const float x = p.changes_scores ? __fmul_rn(s[0][i], p.score_scale) : s[0][i];
+            const float score = mod.score(x, query[i / 2], existing);
+            const bool in_mask = mod.sees_in_block(KIND_WITHOUT_BLOCKS, query[i / 2], existing);
+            const bool sees = in_mask && score != -INF && j < t.s.len_kv;
+            seen |= (u32)sees << (4 * n + i);
+            changed[i] = sees ? score : -INF;
+        }
+#pragma unroll
+        for (int m = 0; m + 1 < GROUPS_S; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) s[m][i] = s[m + 1][i];
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[GROUPS_S - 1][i] = changed[i];
+    }
+    return seen;
+}
+#endif
+
 /* S becomes P. Where a score exceeds m, m rises to the largest score, and O and l are rescaled. The largest P is
  * then a power of two, which 16 bits hold exactly. */
 DEVICE void softmax_step(float (&s)[GROUPS_S][4], float (&o)[GROUPS_O][4], softmax_rows &rows, const params &p) {
@@ -106,11 +151,28 @@ DEVICE bool has_nan_or_inf(const element *v_smem) {
     return __any_sync(0xffffffffu, (signs & element::SIGNS) != 0);
 }
 
-/* O += P V by FMAs, for the pairs of query and key that see each other. Elsewhere V may hold any value. `key` is the
- * first key of V. The lane that holds a value of P sends the value to the other three lanes of its rows. After every
- * 8 keys, P moves up by one group of 8 keys. The whole warp calls this function. */
+/* Which pairs of this thread's row r and key `at` of V see each other? Without mods the keys that each row sees say it,
+ * where `key` is the first key of V. With mods the bits of apply_mods say it. */
+struct seen_keys {
+    const query_row (&rows)[2];
+    int key;
+    DEVICE bool operator()(int r, int at, int owner) const {
+        return rows[r].begin <= key + at && key + at < rows[r].end;
+    }
+};
+struct seen_pairs {
+    u32 seen;
+    DEVICE bool operator()(int r, int at, int owner) const {
+        return __shfl_sync(0xffffffffu, seen, owner) >> (4 * (at / 8) + 2 * r + at % 2) & 1;
+    }
+};
+
+/* O += P V by FMAs, for the pairs of query and key that see each other. Elsewhere V may hold any value. The lane that
+ * holds a value of P sends the value to the other three lanes of its rows. After every 8 keys, P moves up by one group
+ * of 8 keys. The whole warp calls this function. */
+template <class seen>
 DEVICE void accumulate_seen(float (&o)[GROUPS_O][4], float (&probs)[GROUPS_S][4], const element *v_smem,
-                            const query_row (&rows)[2], int key) {
+                            const seen &sees_pair) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int at = 0; at < TEAM_KEYS; at++) {
@@ -123,7 +185,7 @@ DEVICE void accumulate_seen(float (&o)[GROUPS_O][4], float (&probs)[GROUPS_S][4]
             unpack_x2<element>(__shfl_sync(0xffffffffu, cvt_x2<element>(probs[0][2 * r], probs[0][2 * r + 1]), owner),
                                low, high);
             weight[r] = at % 2 ? high : low;
-            sees[r] = rows[r].begin <= key + at && key + at < rows[r].end;
+            sees[r] = sees_pair(r, at, owner);
         }
 #pragma unroll
         for (int n = 0; n < GROUPS_O; n++) {

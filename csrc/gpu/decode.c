@@ -3,7 +3,9 @@
 #include "cuda/attn_decode_params.h"
 #include "division.h"
 #include "launch.h"
+#include "flex/flex.h"
 #include "launchers.h"
+#include "mods.h"
 #include "plan/gpu_decode.h"
 #include "plan/gpu_problem.h"
 #include "sinks.h"
@@ -54,7 +56,7 @@ static fa_attn_decode_params params_of(const fa_problem *p) {
         .table_stride = p->block_table_stride,
         .page_size = (int)p->page_size,
         .num_pages = (int)p->num_pages,
-        .changes_scores = fa_changes_scores(p),
+        .changes_scores = fa_changes_scores(p) || (p->flex && p->flex->score),
         .score_scale = scale,
         .softcap = (float)p->softcap,
         .window_left = fa_clamp_window(p->window_left),
@@ -114,7 +116,7 @@ static fa_status launch(const fa_cuda_call *call, const fa_decode_launch *planne
         .cluster = (unsigned)cluster,
         .waits_itself = tile->is_hopper,
     };
-    return fa_cuda_launch(call, variant, shape, a, err);
+    return fa_cuda_launch_with_mods(call, variant, shape, a, sizeof *a, err);
 }
 
 fa_status fa_cuda_decode(const fa_cuda_call *call, fa_error *err) {

@@ -3,6 +3,7 @@
 #include "gpu_decode.h"
 
 #include "cuda/attn_decode_params.h"
+#include "flex/flex.h"
 #include "gpu_gather.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
@@ -202,12 +203,21 @@ static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_
            (p->num_splits == 1 || p->b * others * 4 >= (int64_t)machine->gpu_sms * 3);
 }
 
+/* Are programmable queries those of a cache? Then no other tile kernel takes them. */
+static bool is_flex_cache(const fa_problem *p) { return p->flex && (p->flex->q_offset || p->seqused_k || p->paged); }
+
+static const char *why_not_mods(const fa_problem *p) {
+    NEEDS(p->flex->block_q == 0, "it takes no block mask");
+    NEEDS(!p->flex->max_scores.data, "it keeps no maximum of scores");
+    return fa_why_no_room_for_mods(p, sizeof(fa_attn_decode_params));
+}
+
 static const char *plan_decode(const fa_problem *p, const fa_machine *machine, fa_family_id id, fa_plan *plan) {
     enum { MANY_ROWS = 64, MANY_KEYS = 256 };
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
     const int64_t rows = p->len_q * (p->h / p->h_kv);
     const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
-                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
+                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k) || is_flex_cache(p);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
     const extent cache = {p->paged               ? p->num_pages
                           : packed_keys          ? 1
@@ -218,6 +228,7 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
                                         : p->len_kv,
                           p->h_kv};
     const char *why = fa_why_not_of_3(p, FA_CHUNKS | FA_MIXED | FA_OTHER_NEW);
+    if (!why && p->flex) why = why_not_mods(p);
     if (why) return why;
     NEEDS(!p->cu_seqlens_k_new, "it takes no packed new keys");
     NEEDS(id != FA_DECODE_SM90 || machine->gpu_capability == 90,
@@ -238,10 +249,10 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     const fa_gpu_decode_columns *t = fa_gpu_decode_row(id, row);
     plan->gpu.family = id;
     plan->gpu.row = row;
-    plan->gpu.features = fa_dtype_feature(p->dtype);
+    plan->gpu.features = fa_dtype_feature(p->dtype) | (fa_has_mods(p) ? FA_FLEX : 0u);
     plan->block_q = 16 * t->warps_q;
     plan->block_kv = FA_DECODE_WARP_KEYS(t->d, t->warps_q) * t->warps_q * t->teams;
-    NEEDS(!is_prompt(p, machine, id, plan), "other kernels compute so many queries faster");
+    NEEDS(is_flex_cache(p) || !is_prompt(p, machine, id, plan), "other kernels compute so many queries faster");
 
     const int64_t capacity = packed_keys ? p->total_kv : p->paged ? p->block_table_cols * p->page_size : p->len_kv;
     const int64_t tiles = capacity > 0 ? ceil_div(capacity, plan->block_kv) : 1;
@@ -255,6 +266,7 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     if (plan->num_splits > 1 && (packed || q_tiles * p->h_kv > INT32_MAX / plan->num_splits)) plan->num_splits = 0;
     choose_clusters(p, plan, tiles, machine);
     choose_launches(p, machine, plan);
+    fa_plan_mods(p, plan);
     plan->workspace_bytes = fa_decode_lay_out(p, plan).bytes;
     return NULL;
 }

@@ -290,11 +290,17 @@ static bool is_short(const fa_flex_bound *bound) {
     return weight <= MOST;
 }
 
-const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes) {
+const char *fa_why_no_room_for_mods(const fa_problem *p, size_t parameter_bytes) {
     const fa_mods mods = fa_mods_of(p, NULL);
     const size_t values_bytes = fa_flex_values_bytes(mods.score, mods.mask, mods.derivative);
     NEEDS(parameter_bytes + sizeof(fa_cuda_flex) + values_bytes <= FA_MOST_PARAMETER_BYTES,
           "its parameters have no room for so many captured tensors and numbers");
+    return NULL;
+}
+
+const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes) {
+    const char *why = fa_why_no_room_for_mods(p, parameter_bytes);
+    if (why) return why;
     NEEDS(is_short(p->flex->score) && is_short(p->flex->derivative), FA_LONG_MODS_REASON);
     NEEDS(!fa_changes_scores(p), "with mods it wants a scale that is positive");
     return fa_why_not_blocks(p);

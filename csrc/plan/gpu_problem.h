@@ -109,6 +109,9 @@ int64_t fa_count_capture(const fa_flex_bound *bound, int32_t capture); /* its el
  * program is plain. */
 bool fa_has_mods(const fa_problem *problem);
 
+/* Why do the captured tensors and numbers not fit behind a kernel's other parameters? NULL: they do. */
+const char *fa_why_no_room_for_mods(const fa_problem *problem, size_t parameter_bytes);
+
 /* Why can a kernel for Hopper not take the functions and the block mask? NULL: it can, if fa_plan_mask_of_sm90 agrees.
  * parameter_bytes: the size of its other parameters. */
 const char *fa_why_not_mods_of_sm90(const fa_problem *problem, size_t parameter_bytes);

@@ -299,7 +299,7 @@ static bool always_chooses(int row, unsigned features) {
 
 /* The kernel reads its options when it runs. */
 #define DECODE_ROW(name, d, warps_q, teams, slots, ctas, is_hopper) \
-    {name, {d, warps_q, teams, slots, ctas, is_hopper}, 0, FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)},
+    {name, {d, warps_q, teams, slots, ctas, is_hopper}, FA_FLEX, FA_DECODE_SHARED_BYTES(d, warps_q, teams, slots)},
 
 static const fa_row decode_sm90_rows[] = {
 #define FA_DECODE_TILE_SM90(d, warps_q, teams, slots, ctas) \
@@ -312,6 +312,11 @@ static const fa_row decode_sm80_rows[] = {
                slots, ctas, 0)
 #include "cuda/tiles.def"
 };
+
+static bool decode_chooses(int row, unsigned features) {
+    (void)row;
+    return !(features & FA_FLEX); /* the functions of a call belong to such a kernel */
+}
 
 const fa_gpu_decode_columns *fa_gpu_decode_row(fa_family_id family, int row) {
     return (const fa_gpu_decode_columns *)fa_families[family].rows[row].columns;
@@ -355,7 +360,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define DECODE_FILES                                                                                              \
     "attn_decode.cu", PTX_FILES, "attn_decode_params.h", DIVISION_FILES, SCORE_FILES, "attn_decode_schedule.cuh", \
         "attn_decode_loads.cuh", "attn_decode_softmax.cuh", "attn_decode_merge.cuh", "attn_decode_append.cuh",    \
-        "sinks.cuh", "sinks_params.h"
+        "sinks.cuh", "sinks_params.h", "cuda_problem.h", FLEX_FILES
 #define DECODE_COLUMNS "HEAD_DIM", "WARPS_Q", "TEAMS", "SLOTS", "CTAS", "HOPPER"
 #define ANY_KNOWS      FA_IN_BF16 | FA_IN_F32 | FA_OF_3
 
@@ -569,17 +574,19 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                         .files = FILES(DECODE_FILES),
                         .arch = 90,
                         .columns = {DECODE_COLUMNS},
-                        .knows = FA_IN_BF16,
+                        .knows = FA_IN_BF16 | FA_FLEX,
                         .rows = decode_sm90_rows,
                         .num_rows = NUM_ROWS(decode_sm90_rows),
-                        .chooses = always_chooses},
+                        .chooses = decode_chooses,
+                        .takes_mods = true},
     [FA_DECODE_SM80] = {.name = "attn_decode_sm80",
                         .files = FILES(DECODE_FILES),
                         .columns = {DECODE_COLUMNS},
-                        .knows = FA_IN_BF16,
+                        .knows = FA_IN_BF16 | FA_FLEX,
                         .rows = decode_sm80_rows,
                         .num_rows = NUM_ROWS(decode_sm80_rows),
-                        .chooses = always_chooses},
+                        .chooses = decode_chooses,
+                        .takes_mods = true},
 };
 
 int fa_variant_shared_bytes(fa_variant v) {

@@ -2,7 +2,7 @@
  * user's functions are written by hand here, in place of flex/source.c. Random cases: block masks with lists in any
  * order and garbage behind the counts, blocks of any size, rows that see nothing, odd lengths, grouped heads, NaN in
  * keys and values that some rows do not see. Besides, queries with an offset, and caches: lengths of their own, pages
- * in any order, and garbage in places that name no key. */
+ * in any order, and garbage in places that name no key. The decode kernel, too, takes what suits it. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <setjmp.h>
@@ -138,8 +138,10 @@ typedef struct {
     double *q, *k, *v, *dout;
 } flex_case;
 
+static bool for_decode; /* aligned rows, d_v = d, no block mask and no maximum */
+
 static fa_view dense(int64_t rows, int64_t h, int64_t d, int64_t b, fa_dtype dtype, bool at_end) {
-    const int64_t stride_h = d + 3 * at_end, stride_row = stride_h * h;
+    const int64_t stride_h = d + (for_decode ? 8 : 3) * at_end, stride_row = stride_h * h;
     void *data = guarded_alloc((size_t)(b * rows * stride_row) * fa_dtype_bytes(dtype), 16, at_end);
     return (fa_view){data, stride_row * rows, stride_row, stride_h};
 }
@@ -188,7 +190,7 @@ static fa_flex_list list_of(const flex_case *c, unsigned char kind, bool at_end)
 
 static void make_block_mask(flex_case *c, bool at_end) {
     fa_flex *f = &c->flex;
-    if (below(4) == 0) return;
+    if (for_decode || below(4) == 0) return;
     f->block_q = PICK(1, 16, 24, 32, 64, 100, 128, 1 << 30);
     f->block_kv = PICK(1, 8, 16, 40, 64, 100, 128, 1 << 30);
     f->mask_b = PICK(1, c->p.b), f->mask_h = PICK(1, c->p.h);
@@ -279,11 +281,15 @@ enum { NUM_KERNELS = sizeof kernels / sizeof *kernels };
 static void make_case(flex_case *c, int kernel, bool at_end) {
     const int mod = kernels[kernel].mod;
     const fa_dtype dtype = kernels[kernel].dtype;
-    const bool has_cache = below(3) == 0;
+    for_decode = dtype != FA_F32 && below(2);
+    const bool has_cache = below(3) == 0 || (for_decode && below(4));
     const int64_t page_size = has_cache ? PICK(0, 5, 16, 64) : 0, round = page_size ? page_size : 1;
     const int64_t h_kv = PICK(1, 2), b = PICK(1, 2), len_q = PICK(1, 3, 17, 64, 129, 150),
-                  len_kv = (PICK(1, 31, 64, 130, 200, 333) + round - 1) / round * round, d = kernels[kernel].d,
-                  d_v = kernels[kernel].d_v ? kernels[kernel].d_v : 1 + below(d);
+                  len_kv = (PICK(1, 31, 64, 130, 200, 333) + round - 1) / round * round,
+                  d = kernels[kernel].d / (for_decode ? 8 : 1) * (for_decode ? 8 : 1),
+                  d_v = for_decode            ? d
+                        : kernels[kernel].d_v ? kernels[kernel].d_v
+                                              : 1 + below(d);
     *c = (flex_case){0};
     current_mod = mod;
     const int64_t num_documents = len_q + MOST_OFFSET + len_kv;
@@ -462,8 +468,11 @@ static void run_case(int seed) {
     const double tolerance = p->dtype == FA_F32 ? 1e-4 : 0.02;
     const int64_t rows = p->b * p->len_q * p->h;
     gpu.num_sms = below(2) ? 40 : 1; /* many SMs cut the keys of few queries into parts */
-    if (below(2)) c.flex.max_scores = (fa_row_stats){0};
+    if (for_decode || below(2)) c.flex.max_scores = (fa_row_stats){0};
+    gpu.capability = for_decode && below(2) ? 90 : 80;
+    gpu_kernels = for_decode ? "any,decode" : "any";
     run_on_cuda(p, at_end);
+    gpu.capability = 80;
     if (below(2)) c.flex.dlse = stats(p->b, p->h, p->len_q, at_end);
     for (int64_t i = 0; i < rows && c.flex.dlse.data; i++) c.flex.dlse.data[i] = (float)random_normal(&source);
     results truth = compute(&c);
@@ -484,6 +493,7 @@ static int first_seed, last_seed = 10 * NUM_KERNELS - 1;
 static void test_cases(void **state) {
     (void)state;
     for (int seed = first_seed; seed <= last_seed; seed++) run_case(seed);
+    assert_true(num_decodes > (last_seed - first_seed) / 8);
 }
 
 /* Sums of integers have room for so many parts and no more. */

@@ -40,7 +40,7 @@ bool fa_cuda_make_room(const fa_driver *driver, CUstream stream) {
 static const char *parameters_of(fa_variant variant) {
     switch (variant.family) {
     case FA_DECODE_SM90:
-    case FA_DECODE_SM80: return "fa_attn_decode_params";
+    case FA_DECODE_SM80: return variant.features & FA_FLEX ? "params" : "fa_attn_decode_params";
     case FA_BWD_SM80:
     case FA_BWD_DQ_SM80: return "fa_attn_bwd_sm80_params";
     case FA_COMBINE: return "fa_combine_params";
@@ -167,16 +167,19 @@ static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
 }
 
 /* Problems that attn_fwd_sm80 and attn_bwd_sm80 have served, and how many of these walk some heads together. */
-static int num_sm80[2], num_together[2];
+static int num_sm80[2], num_together[2], num_decodes;
 
 static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     cuda_run run;
     fa_error err = {""};
     cuda_run_make(&run, p, at_end);
     const bool is_sm80 = run.plan.gpu.family == FA_FWD_SM80 || run.plan.gpu.family == FA_BWD_SM80;
-    fa_cuda_launcher *const launcher = p->pass == FA_FWD ? is_sm80 ? fa_cuda_fwd_sm80 : fa_cuda_fwd_any
-                                       : is_sm80         ? fa_cuda_bwd_sm80
-                                                         : fa_cuda_bwd_any;
+    const bool is_decode = run.plan.gpu.family == FA_DECODE_SM90 || run.plan.gpu.family == FA_DECODE_SM80;
+    fa_cuda_launcher *const launcher = is_decode           ? fa_cuda_decode
+                                       : p->pass == FA_FWD ? is_sm80 ? fa_cuda_fwd_sm80 : fa_cuda_fwd_any
+                                       : is_sm80           ? fa_cuda_bwd_sm80
+                                                           : fa_cuda_bwd_any;
+    num_decodes += is_decode;
     num_sm80[p->pass] += is_sm80;
     num_together[p->pass] += is_sm80 && run.plan.gpu.group_heads > 1;
     if (fa_cuda_run_aligned(&run.call, launcher, &err)) fail_msg("%s", err.text);

@@ -145,30 +145,34 @@ def test_decoding():
     int32 = {"dtype": torch.int32, "device": "meta"}
     places = {"kv_len": torch.empty(2, **int32), "block_table": torch.empty(2, 16, **int32)}
     names = names_of(flex_attention, query, *pages, alibi, q_offset=torch.empty(2, **int32), **places)
-    assert names == ["attn_fwd_any_bf16_d128_q128kv64_of3_flex_#"]
+    assert names == ["attn_decode_sm90_bf16_d128_q16_flex_#"]
     assert names_of(flex_attention, query, *pages, **places) == ["attn_decode_sm90_bf16_d128_q16"]
+    float32 = [x.float() for x in (query, *pages)]
+    names = names_of(flex_attention, *float32, alibi, q_offset=torch.empty(2, **int32), **places)
+    assert names == ["attn_fwd_any_fp32_d128_q128kv32_of3_flex_#"]
 
 
 @pytest.mark.parametrize(
     "heads, keys, parts", [(8, 4096, True), (8, 1024, False), (32, 2048, True), (300, 4096, False)]
 )
-def test_few_queries_over_many_keys_have_parts(heads, keys, parts):
-    """Parts of the keys fill the GPU, and are combined. Many heads fill the GPU alone, on Hopper's kernel."""
-    query = torch.empty(1, heads, 1, 128, dtype=torch.bfloat16, device="meta")
-    cache = torch.empty(2, 1, heads, keys, 128, dtype=torch.bfloat16, device="meta").unbind()
+def test_few_queries_over_many_keys(heads, keys, parts):
+    """The decode kernel takes them. It takes no fp32: there parts of the keys fill the GPU, and are combined."""
     table = torch.empty(heads, device="meta")
+    offset = torch.empty(1, dtype=torch.int32, device="meta")
 
     def mod(score, b, h, q_idx, kv_idx):
         return score + table[h] * (kv_idx - q_idx)
 
-    generic = ["attn_fwd_any_bf16_d128_q128kv64_of3_flex_#"]
-    wanted = [*generic, "combine_bf16"] if parts else ["attn_fwd_sm90_bf16_d128_q128kv128_flex_#"]
-    assert names_of(flex_attention, query, *cache, mod) == wanted
-    with_offset = names_of(
-        flex_attention, query, *cache, mod, q_offset=torch.empty(1, dtype=torch.int32, device="meta")
-    )
-    assert with_offset == (wanted if parts else generic)
-    largest = names_of(flex_attention, query, *cache, mod, return_aux=AuxRequest(max_scores=True))
+    def names(dtype, **kwargs):
+        query = torch.empty(1, heads, 1, 128, dtype=dtype, device="meta")
+        cache = torch.empty(2, 1, heads, keys, 128, dtype=dtype, device="meta").unbind()
+        return names_of(flex_attention, query, *cache, mod, **kwargs)
+
+    for kwargs in ({}, {"q_offset": offset}):
+        assert names(torch.bfloat16, **kwargs) == ["attn_decode_sm90_bf16_d128_q16_flex_#"]
+        wanted = ["attn_fwd_any_fp32_d128_q128kv32_of3_flex_#", *["combine_fp32"] * parts]
+        assert names(torch.float32, **kwargs) == wanted
+    largest = names(torch.bfloat16, return_aux=AuxRequest(max_scores=True))
     assert largest == ["attn_fwd_sm90_bf16_d128_q128kv128_flex_#"]
 
 
