@@ -23,6 +23,7 @@
 #define FA_CPU_ATTN_DECODE_H
 
 #include "bias.h"
+#include "decode_mods.h"
 #include "decode_patches.h"
 #include "elementwise.h"
 #include "sinks.h"
@@ -80,7 +81,10 @@ static void softmax_of_block(decode_task *t, float alpha[DECODE_MAX_LANES]) {
     }
     if (p->bias.data) add_bias(t);
     memcpy(new_max, t->row_max, sizeof new_max);
-    scores_adjust(t->scores, t->lanes, t->lanes, 0, n, &options, new_max);
+    if (t->mods)
+        decode_adjust(t->mods, t, new_max);
+    else
+        scores_adjust(t->scores, t->lanes, t->lanes, 0, n, &options, new_max);
     softmax_step(&(softmax_args){.scores = t->scores,
                                  .p = t->scores,
                                  .stride = t->lanes,
@@ -112,6 +116,7 @@ static void add_value(decode_task *t, int64_t key) {
             int64_t first, end, lane = head * t->rows + r;
             fa_visible_keys(t->p, &t->s, r / (t->p->h / t->p->h_kv), &first, &end);
             if (t->block + key < first || t->block + key >= end) continue;
+            if (t->mods && !(t->mods->seen[lane] >> key & 1)) continue;
             t->job->patches.value(t, t->o + lane * t->columns, v, t->scores + key / WORD_ELEMS * t->lanes + lane);
         }
     }
@@ -168,6 +173,7 @@ static void run_split(decode_task *t, int64_t begin, int64_t end, int64_t last) 
     for (int64_t block = begin; block < end; block += FA_DECODE_BLOCK) {
         int64_t n = end - block < FA_DECODE_BLOCK ? end - block : FA_DECODE_BLOCK;
         int64_t next = last - block - n < t->ahead ? last - block - n : t->ahead;
+        if (t->mods && !decode_looks(t->mods, t, block, n)) continue;
         t->block = block, t->num_keys = n;
         list_rows(t, &p->k, block, n, t->stream);
         list_rows(t, &p->v, block, n, t->stream + n);
@@ -181,7 +187,7 @@ static void run_split(decode_task *t, int64_t begin, int64_t end, int64_t last) 
         rescale_output(t, alpha);
         t->job->patches.values(t);
         for (int64_t key = 0; key < n; key++)
-            if (!is_common(t, key)) add_value(t, key);
+            if (!is_common(t, key) && (!t->mods || t->mods->of_some >> key & 1)) add_value(t, key);
     }
 }
 
@@ -200,8 +206,13 @@ static void close_task(decode_task *t, float *row_max, float *row_sum) {
 }
 
 static void run_decode_tasks(int64_t begin, int64_t end, void *ctx) {
-    const decode_job *job = ctx;
+    decode_job *job = ctx;
     const fa_problem *p = job->p;
+    decode_mods mods;
+    if (fa_flex_of(p) && !decode_make_mods(&mods, p, job->isa)) {
+        atomic_store(&job->failed, true);
+        return;
+    }
     vec_mode mode = vec_enter();
     for (int64_t task = begin, b_idx = 0; task < end; task++) {
         /* splits vary fastest, so a worker walks along its keys */
@@ -210,6 +221,7 @@ static void run_decode_tasks(int64_t begin, int64_t end, void *ctx) {
         while (job->first_partial[b_idx + 1] <= partial) b_idx++;
         decode_task t; /* 38 KB; only what open_task and run_split write is read */
         t.job = job, t.p = p, t.s = fa_sequence_at(p, b_idx), t.rows = job->rows;
+        t.mods = fa_flex_of(p) ? &mods : NULL;
         t.columns = job->columns, t.q_columns = job->q_columns;
         t.head_kv = range * job->heads_per_task;
         t.num_heads = p->h_kv - t.head_kv < job->heads_per_task ? p->h_kv - t.head_kv : job->heads_per_task;
@@ -223,6 +235,7 @@ static void run_decode_tasks(int64_t begin, int64_t end, void *ctx) {
         close_task(&t, stats + t.head_kv * t.rows, stats + (p->h_kv + t.head_kv) * t.rows);
     }
     vec_leave(mode);
+    if (fa_flex_of(p)) fa_flex_free_programs(&mods.programs);
 }
 
 /* ---- the sum over splits ---- */
@@ -292,7 +305,9 @@ static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspac
                       .q_columns = fa_decode_q_columns(p),
                       .partial_floats = fa_decode_partial_floats(p),
                       .scale = p->dtype == FA_E4M3 ? 1.0f : score_scale(p, 0, 0),
-                      .softcap = (float)(p->softcap * LOG2_E)};
+                      .softcap = (float)(p->softcap * LOG2_E),
+                      .isa = plan->cpu.isa};
+    if (fa_flex_of(p) && p->flex->score) job.scale = (float)p->scale; /* in the units of the score_mod */
     job.heads_per_task = fa_decode_heads_per_task(p, job.num_partials, plan->cpu.decode_threads);
     const int64_t num_tasks = job.num_partials * ((p->h_kv + job.heads_per_task - 1) / job.heads_per_task);
     const size_t partial_bytes = (size_t)(job.num_partials * job.partial_floats) * sizeof(float);
@@ -300,6 +315,7 @@ static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspac
         run_decode_tasks(0, num_tasks, &job);
     else if (!pool->parallel_for(num_tasks, run_decode_tasks, &job))
         return false;
+    if (job.failed) return false;
     if (plan->cpu.decode_threads > 1 && partial_bytes > combine_alone_bytes)
         return pool->parallel_for(p->b * p->h, run_combine_tasks, &job);
     run_combine_tasks(0, p->b * p->h, &job);

@@ -703,7 +703,7 @@ static void run_workers(int64_t begin, int64_t end, void *ctx) {
     fa_flex_programs programs;
     flex_own_views own_views;
     own_views.next = 0;
-    if (!fa_flex_make_programs(job->p, job->isa, &programs)) {
+    if (!fa_flex_make_programs(job->p, job->isa, false, &programs)) {
         atomic_store(&job->failed, true);
         return;
     }

@@ -4,6 +4,8 @@
 #ifndef FA_CPU_DECODE_TASK_H
 #define FA_CPU_DECODE_TASK_H
 
+#include <stdatomic.h>
+
 #include "pool.h"
 #include "decode_plan.h"
 #include "pack.h"
@@ -34,12 +36,17 @@ typedef struct {
     int64_t num_partials, heads_per_task;
     int64_t rows, columns, q_columns, partial_floats; /* see decode_plan.h */
     float scale, softcap;                             /* scale of the product, and softcap in units of log2 */
+    fa_isa isa;
+    atomic_bool failed; /* no memory for the mods */
 } decode_job;
+
+struct decode_mods;
 
 /* One task: heads [head_kv, head_kv + num_heads) of one split. Lane r + rows (head - head_kv) holds row r of a head. */
 typedef struct decode_task {
-    const decode_job *job;
+    decode_job *job;
     const fa_problem *p;
+    struct decode_mods *mods; /* NULL: none */
     fa_sequence s;
     int64_t head_kv, num_heads, rows, columns, q_columns, lanes;
     int64_t common_first, common_end; /* the keys that every row sees */

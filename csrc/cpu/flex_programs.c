@@ -1,7 +1,7 @@
 #include "flex_programs.h"
 
-static bool make(const fa_flex_bound *bound, fa_isa isa, fa_flex_evaluator **e) {
-    *e = bound ? fa_flex_evaluator_new(bound, isa, false) : NULL;
+static bool make(const fa_flex_bound *bound, fa_isa isa, bool lanes_are_keys, fa_flex_evaluator **e) {
+    *e = bound ? fa_flex_evaluator_new(bound, isa, lanes_are_keys) : NULL;
     return *e || !bound;
 }
 
@@ -15,12 +15,13 @@ static bool has_bounds(const fa_flex_bound *mask) {
     return mask != NULL;
 }
 
-bool fa_flex_make_programs(const fa_problem *p, fa_isa isa, fa_flex_programs *programs) {
+bool fa_flex_make_programs(const fa_problem *p, fa_isa isa, bool lanes_are_keys, fa_flex_programs *programs) {
     *programs = (fa_flex_programs){.flex = p->flex};
     if (!fa_flex_of(p)) return true;
     if (has_bounds(p->flex->mask)) programs->mask_bounds = fa_flex_intervals_new(p->flex->mask, NULL);
-    if (make(p->flex->score, isa, &programs->score) && make(p->flex->mask, isa, &programs->mask) &&
-        make(p->pass == FA_BWD ? p->flex->derivative : NULL, isa, &programs->derivative))
+    if (make(p->flex->score, isa, lanes_are_keys, &programs->score) &&
+        make(p->flex->mask, isa, lanes_are_keys, &programs->mask) &&
+        make(p->pass == FA_BWD ? p->flex->derivative : NULL, isa, lanes_are_keys, &programs->derivative))
         return true;
     fa_flex_free_programs(programs);
     return false;

@@ -13,9 +13,9 @@ typedef struct {
     const fa_flex *flex;
 } fa_flex_programs;
 
-/* Makes the evaluators of a problem, whose lanes are queries. Returns false without memory. A problem without flex has
- * none. */
-bool fa_flex_make_programs(const fa_problem *problem, fa_isa isa, fa_flex_programs *programs);
+/* Makes the evaluators of a problem, whose lanes are queries or keys. Returns false without memory. A problem without
+ * flex has none. */
+bool fa_flex_make_programs(const fa_problem *problem, fa_isa isa, bool lanes_are_keys, fa_flex_programs *programs);
 void fa_flex_free_programs(fa_flex_programs *programs);
 
 #endif

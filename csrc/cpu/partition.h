@@ -44,12 +44,15 @@ static inline const fa_task *fa_next_task(const fa_task_list *list) {
  * dropout a tile holds rows of one head, because the generator serves patches of 16 rows. So it does with flex, because
  * programs run over the rows of one head. */
 
-/* The decode kernel serves sequences of few query rows, except short prompts, queries with qv and flex. The tiled
- * kernel packs the keys of a short prompt once and takes a third of the time (bf16, 16 tokens). The sequence's own
- * lengths decide, not the longest of the batch. So a sequence has the same bits in every batch. */
+/* The decode kernel serves sequences of few query rows, except short prompts, queries with qv, and flex with a block
+ * mask or max_scores. The tiled kernel packs the keys of a short prompt once and takes a third of the time (bf16, 16
+ * tokens). The sequence's own lengths decide, not the longest of the batch. So a sequence has the same bits in every
+ * batch. */
 #define FA_DECODE_MAX_ROWS 16 /* query rows of one key/value head: len_q g */
 static inline bool fa_decodes(const fa_problem *p, const fa_sequence *s) {
-    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 && !p->qv.data && !fa_flex_of(p) &&
+    const fa_flex *flex = fa_flex_of(p);
+    return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 && !p->qv.data &&
+           !(flex && (flex->block_q > 0 || flex->max_scores.data)) &&
            s->len_q * (p->h / p->h_kv) <= FA_DECODE_MAX_ROWS && (s->len_q <= 4 || s->len_kv > 128);
 }
 

@@ -568,6 +568,14 @@ static PyObject *results_of(flex_call *c) {
     return tuple;
 }
 
+static bool are_plain(PyObject *sequences) {
+    for (int i = 0; sequences != Py_None && i < NUM_PLACES; i++) {
+        PyObject *of = PyTuple_Check(sequences) && i < PyTuple_Size(sequences) ? PyTuple_GetItem(sequences, i) : NULL;
+        if (!of || (of != Py_None && !fa_is_plain(of))) return false;
+    }
+    return true;
+}
+
 PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {.makes_results = true, .blocks = Py_None};
@@ -577,7 +585,7 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
                            &c.mask, &c.block_mask, &c.find_blocks, &c.sequences, &wants_lse, &wants_max))
         return NULL;
     if (!fa_torch.wrap || fa_gpu_imagined() || !fa_is_unseen() || !fa_is_plain(c.q) || !fa_is_plain(c.k) ||
-        !fa_is_plain(c.v))
+        !fa_is_plain(c.v) || !are_plain(c.sequences))
         Py_RETURN_NONE;
     c.wants_lse = wants_lse == Py_True;
     c.wants_max = wants_max == Py_True;

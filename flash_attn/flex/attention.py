@@ -37,7 +37,7 @@ from .arguments import (
 from .block_mask import LISTS, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
 from .patterns import bounds_of, softcap_of, window_of
-from .sequences import key_length, sequences_of, shift_of
+from .sequences import Sequences, are_ready, key_length, sequences_of, shift_of
 from .tracer import known_program_of, place_of
 
 NO_WINDOW = (-1, -1, 0.0)  # of a call with mods, or of one that needs none
@@ -290,7 +290,6 @@ def flex_attention(
         is_for_torch
         or (return_lse and return_aux is not None)
         or (block_mask is not None and mask_mod is not None)
-        or not q_offset is kv_len is block_table is None
         or is_compiling()
     ):
         found = _directly(
@@ -304,6 +303,7 @@ def flex_attention(
             enable_gqa,
             return_lse or (return_aux is not None and return_aux.lse),
             return_aux is not None and return_aux.max_scores,
+            None if q_offset is kv_len is block_table is None else Sequences(q_offset, kv_len, block_table),
         )
         if found is not None:
             if return_aux is None and not return_lse:
@@ -368,7 +368,7 @@ def flex_attention(
     if plain is not None:
         score, parts = None, (scale, None, None, None, False, plain, sequences)
     else:
-        blocks = _blocks_of(block_mask, mask, query, len_kv, sequences)
+        blocks = _blocks_of(block_mask, mask, query, len_kv, sequences, key)
         parts = scale, _without_tensors(score), mask, blocks, wants_max, NO_WINDOW, sequences
     call, tensors = Call(*parts), score[1] if score else ()
     if query.is_cuda and not is_imagined() and not ops.is_watched(*inputs):
@@ -455,13 +455,16 @@ def _any_requires_grad(query, key, value, tensors):
     return False
 
 
-def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_gqa, wants_lse, wants_max):
+def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_gqa, wants_lse, wants_max, sequences):
     """``(out, lse, max_scores, ..)``; None: the call must go the long way. The tensors may be anything.
 
     C looks whether something watches the call, and whether autocast wants another dtype.
     """
     score = mask = plain = None
     try:
+        if sequences is not None and (block_mask is not None or not are_ready(sequences, query.shape[0])):
+            return None
+        len_kv = key_length(key, sequences)
         if score_mod is not None:
             score = known_program_of(score_mod, torch.float64 if query.dtype == torch.float64 else torch.float32)
         mask_mod = mask_mod if block_mask is None else block_mask.mask_mod
@@ -471,6 +474,8 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
             return None
         tensors = () if score is None else score[1]
         is_recorded = torch.is_grad_enabled() and _any_requires_grad(query, key, value, tensors)
+        if is_recorded and sequences is not None:
+            return None
         if mask is not None:
             if mask[0].dtype != torch.bool:
                 return None
@@ -478,7 +483,7 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
                 if x.requires_grad:
                     return None
         if not (wants_max or (wants_lse and is_recorded)):
-            plain = plain_of(score, mask, lambda: key.shape[2] - query.shape[2])
+            plain = plain_of(score, mask, lambda: shift_of(query.shape[2], len_kv, *(sequences or ())[:2]))
         if block_mask is not None and (mask is None or (plain is not None and not is_own(block_mask, mask))):
             plain = None
     except (AttributeError, IndexError):
@@ -489,7 +494,7 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
     mask_text = None if mask is None or plain is not None else (mask[0].text, mask[1], mask[2])
     found = flash_attn_2_cuda.flex_direct(
         query, key, value, scale, enable_gqa, plain, score_text, mask_text, block_mask,
-        functools.partial(_blocks_of_bare, mask, query, key) if is_bare else None, None,
+        functools.partial(_blocks_of_bare, mask, query, key, len_kv, sequences) if is_bare else None, sequences,
         True if wants_lse or is_recorded else False, True if wants_max else False,
     )  # fmt: skip
     if found is None or not is_recorded:
@@ -505,7 +510,7 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
     return (*found, max_scores) if wants_lse else (found, lse, max_scores)
 
 
-def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
+def _blocks_of(block_mask, mask, query, len_kv, sequences=None, key=None):
     """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, or None.
 
     An op that is watched finds them itself, because a graph that is recorded may get another mask. For GPUs it is told
@@ -521,8 +526,7 @@ def _blocks_of(block_mask, mask, query, len_kv, sequences=None):
         return None
     if ops.is_watched(query, *mask[1]):
         return None if is_on_cpu(query) else ops.BLOCK
-    q_offset = None if sequences is None else sequences.q_offset
-    return ops.blocks_of_mask(query.device, (*query.shape[:3], len_kv), *_with_text(mask), q_offset)
+    return _blocks_of_bare(mask, query, key, len_kv, sequences)
 
 
 def _with_text(mask):
@@ -531,8 +535,9 @@ def _with_text(mask):
     return (program.text, tensors, numbers), program
 
 
-def _blocks_of_bare(mask, query, key):
-    return ops.blocks_of_mask(query.device, (*query.shape[:3], key.shape[2]), *_with_text(mask))
+def _blocks_of_bare(mask, query, key, len_kv, sequences):
+    shape, is_decoded = (*query.shape[:3], len_kv), key is not None and ops.is_few_for_cpu(query, key, len_kv)
+    return ops.blocks_of_mask(query.device, shape, *_with_text(mask), sequences, is_decoded=is_decoded)
 
 
 from . import graph, ops  # noqa: E402  (they need this module)

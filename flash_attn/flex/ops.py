@@ -96,13 +96,15 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
     elif mask is not None and (block_size or is_on_cpu(query)):
         block = tuple(map(int, block_size)) if block_size else BLOCK
         shape = *query.shape[:3], len_kv
-        blocks = blocks_of_mask(query.device, shape, mask, programs[1], sequences and sequences.q_offset, block)
+        is_decoded = is_few_for_cpu(query, key, len_kv)
+        blocks = blocks_of_mask(query.device, shape, mask, programs[1], sequences, block, is_decoded)
     scale = max(query.size(-1), 1) ** -0.5 if scale is None else scale
     return Call(scale, score, mask, blocks, plain, sequences)
 
 
 BLOCK = (128, 128)
 FEW_PAIRS = 1 << 25  # of all heads: a kernel reads the mask of so few sooner than it finds blocks
+FEW_PAIRS_ON_CPU = 1 << 13
 FEW_ROWS = 64
 
 _kept_blocks = {}  # the oldest first
@@ -110,7 +112,13 @@ MOST_KEPT = 16
 MOST_KEPT_BYTES = 16 << 20  # of the lists of a mask
 
 
-def blocks_of_mask(device, shape, mask, program, q_offset=None, block=BLOCK):
+def is_few_for_cpu(query, key, len_kv):
+    """Does the CPU's kernel for few rows take the queries? It needs no lists (csrc/cpu/partition.h, ``fa_decodes``)."""
+    len_q, group = query.shape[2], query.shape[1] // max(key.shape[1], 1)
+    return len_q * group <= 16 and (len_q <= 4 or len_kv > 128) and query.dtype != torch.float64
+
+
+def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is_decoded=False):
     """The blocks of a mask without lists, as the kernels take them. None: they do better without.
 
     The layers of a model have the same window, which reads no tensor. Its lists are kept for one stream. A CUDA graph
@@ -122,17 +130,21 @@ def blocks_of_mask(device, shape, mask, program, q_offset=None, block=BLOCK):
     Args:
         device, shape: of the queries, and ``(b, h, len_q, len_kv)``.
         mask, program: ``(text, tensors, numbers)``, and the object of the program or None.
-        q_offset: int32 ``[b]`` or None: what the mask adds to the rows of a batch. There are few of them, and a block
-            of no more rows than there are can be full.
+        sequences: None or where the sequences lie. Beside a q_offset there are few rows, and a block of no more rows
+            than there are can be full. On a GPU the kernel for few rows of a cache takes no lists.
+        is_decoded: what :func:`is_few_for_cpu` says.
     """
     b, h, len_q, len_kv = map(int, shape)
+    q_offset = None if sequences is None else sequences.q_offset
     on_cpu = device.type == "cpu" and not is_imagined()
-    if 0 in (b, h, len_q, len_kv):
+    if 0 in (b, h, len_q, len_kv) or (on_cpu and is_decoded):
         return None
     if q_offset is not None:
         block = min(block[0], len_q), block[1]
     if not on_cpu:
         if q_offset is not None or (len_q <= block[0] and len_kv <= block[1]):
+            return None
+        if sequences is not None and len_q <= FEW_ROWS:
             return None
         compares = program is not None and (program.reads("lt") or program.reads("le"))
         is_small = len_q <= FEW_ROWS or b * h * len_q * len_kv < FEW_PAIRS
@@ -142,6 +154,8 @@ def blocks_of_mask(device, shape, mask, program, q_offset=None, block=BLOCK):
     h = h if program is None or program.reads("h") else 1
     num_blocks = b * h * -(-len_q // block[0]) * -(-len_kv // block[1])
     is_kept = not (mask[1] or q_offset is not None or is_imagined()) and 8 * num_blocks <= MOST_KEPT_BYTES
+    if on_cpu and not is_kept and int(shape[0]) * int(shape[1]) * len_q * len_kv <= FEW_PAIRS_ON_CPU:
+        return None
     if not (is_kept and (on_cpu or may_keep(device))):
         return *block, *find_lists(mask, device, (b, h, len_q, len_kv), block, q_offset)
     stream = None if on_cpu else torch._C._cuda_getCurrentRawStream(device.index)

@@ -55,6 +55,14 @@ def _index(name, value, query, shape):
     return narrowed(value).contiguous()
 
 
+def are_ready(sequences, b):
+    """Are the arguments of a caller None, or int32 tensors of the right shapes? Then C takes them, or says nothing."""
+    for x, dims in zip(sequences, (1, 1, 2)):
+        if x is not None and (x.dtype is not torch.int32 or x.dim() != dims or x.shape[0] != b):
+            return False
+    return True
+
+
 def sequences_of(query, q_offset, kv_len, block_table):
     """The checked arguments, or None if no argument came."""
     if q_offset is None and kv_len is None and block_table is None:
@@ -70,7 +78,7 @@ def sequences_of(query, q_offset, kv_len, block_table):
 def key_length(key, sequences):
     """The keys that a sequence has room for."""
     is_paged = sequences is not None and sequences.block_table is not None
-    return sequences.block_table.size(1) * key.size(2) if is_paged else key.size(2)
+    return sequences.block_table.shape[1] * key.shape[2] if is_paged else key.shape[2]
 
 
 def shift_of(len_q, len_kv, q_offset=None, kv_len=None):

@@ -534,7 +534,7 @@ static void test_views(void **state) {
         fa_flex_seen seen =
             fa_flex_new_seen(&c->p, &map, tiles[below(COUNT(tiles))], blocks[below(COUNT(blocks))], 4 << below(3));
         fa_flex_programs programs;
-        assert_true(seen.kinds && fa_flex_make_programs(&c->p, FA_ISA_SCALAR, &programs));
+        assert_true(seen.kinds && fa_flex_make_programs(&c->p, FA_ISA_SCALAR, false, &programs));
         for (int64_t head = 0; head < c->p.b * c->p.h; head++)
             for (int64_t row = 0; row < c->p.len_q; row += seen.band_rows)
                 for (int64_t block = 0; block < c->p.len_kv; block += seen.block_kv)

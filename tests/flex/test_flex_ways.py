@@ -71,6 +71,63 @@ def test_both_ways_are_the_same(name, grads, monkeypatch):
             assert torch.equal(x, y) and x.stride() == y.stride() and type(x) is type(y) is torch.Tensor
 
 
+INT32 = {"dtype": torch.int32}
+OFFSET, USED, PAGES = (
+    torch.tensor([4, 9], **INT32),
+    torch.tensor([33, 12], **INT32),
+    torch.tensor([[2, 0], [1, 1]], **INT32),
+)
+ALIBI = lambda s, b, h, i, j: s + SLOPES[h] * (j - i)  # noqa: E731
+NEAR = lambda b, h, i, j: (i - j < 9) & (DOCUMENT[i] == DOCUMENT[j])  # noqa: E731
+PLACES = {
+    "lengths": ({"kv_len": USED}, True),
+    "lengths and lse": ({"kv_len": USED, "return_aux": AuxRequest(lse=True)}, True),
+    "offsets": ({"q_offset": OFFSET, "score_mod": ALIBI}, True),
+    "offsets and lengths": ({"q_offset": OFFSET, "kv_len": USED, "score_mod": ALIBI, "mask_mod": NEAR}, True),
+    "a window": ({"q_offset": USED - 5, "kv_len": USED, "mask_mod": lambda b, h, i, j: (i - j < 9) & (i >= j)}, True),
+    "pages": ({"block_table": PAGES, "kv_len": USED, "score_mod": ALIBI}, True),
+    "numbers": ({"q_offset": 3, "kv_len": 20, "mask_mod": NEAR}, False),
+    "int64": ({"q_offset": OFFSET.long(), "mask_mod": NEAR}, False),
+    "one for all": ({"kv_len": torch.tensor(20, **INT32)}, False),
+    "a block mask": ({"q_offset": OFFSET, "block_mask": (NEAR, 33)}, False),
+    "a subclass": ({"kv_len": USED.as_subclass(type("Lengths", (torch.Tensor,), {}))}, False),
+    "every second": ({"kv_len": torch.stack([USED, USED], 1)[:, 0]}, False),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_both_ways_are_the_same_with_places(name, monkeypatch):
+    from flash_attn.flex import attention
+
+    arguments, is_short = dict(PLACES[name][0]), PLACES[name][1]
+    if "block_mask" in arguments:
+        mod, n = arguments["block_mask"]
+        arguments["block_mask"] = create_block_mask(mod, None, None, n, n, "cpu", BLOCK_SIZE=16)
+    q, k, v = make(2, 2, 2, 5, 33, 16)
+    if "block_table" in arguments:
+        k, v = torch.randn(2, 3, 2, 20, 16).unbind()
+    directly, taken = attention._directly, []
+    monkeypatch.setattr(attention, "_directly", lambda *args: None)
+    want = flex_attention(q, k, v, **arguments)
+    monkeypatch.setattr(attention, "_directly", lambda *args: taken.append(directly(*args)) or taken[-1])
+    found = flex_attention(q, k, v, **arguments)
+    assert len(taken) == 1 and (taken[0] is not None) == is_short
+    want, found = ([x[0], x[1].lse] if isinstance(x, tuple) else [x] for x in (want, found))
+    assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(want, found, strict=True))
+
+
+def test_places_with_gradients_go_the_long_way():
+    q, k, v = (x.requires_grad_() for x in make(2, 2, 2, 5, 33, 16))
+    out = flex_attention(q, k, v, ALIBI, q_offset=OFFSET)
+    rows = [flex_attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], ALIBI, q_offset=int(OFFSET[i])) for i in range(2)]
+    for x, y in zip(
+        torch.autograd.grad(out.sin().sum(), (q, k, v)), torch.autograd.grad(torch.cat(rows).sin().sum(), (q, k, v))
+    ):
+        close(x, y, 1e-5)
+    with pytest.raises(NotImplementedError, match="no gradients with kv_len"):
+        flex_attention(q, k, v, kv_len=USED)
+
+
 def _steps(i, num, step):
     for _ in range(num):
         i = step(i)

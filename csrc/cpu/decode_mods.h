@@ -1,0 +1,131 @@
+/* Programmable attention between the products of the decode kernel. There is no block mask. Lanes hold rows of several
+ * heads, and programs run over one row of one head: its keys are their lanes, so a row is taken out of the scores and
+ * put back.
+ *
+ *   decode_looks      does some row see a key of the block? Bounds of the mask_mod tell, where it does not ask for h
+ *   decode_adjust     score_mod -> mask; the scores become scores in units of log2
+ *
+ * Bit k of a word stands for key k of the block. A hidden pair has P = 0, which a finite V multiplies like any other.
+ * Other values of such keys are left out of the products, and added to the rows that see them. */
+#ifndef FA_CPU_DECODE_MODS_H
+#define FA_CPU_DECODE_MODS_H
+
+#include "decode_task.h"
+#include "flex/evaluate.h"
+#include "flex_programs.h"
+
+/* The mods of a worker, and what the rows of its block see. */
+typedef struct decode_mods {
+    fa_flex_programs programs; /* a line is a query */
+    bool mask_reads_h;
+    bool sees_all;    /* every row sees every key of the block, unless its score is -inf */
+    uint64_t common;  /* keys that the products take */
+    uint64_t of_some; /* other keys that some row sees */
+    uint64_t seen[DECODE_MAX_LANES];
+} decode_mods;
+
+static inline bool decode_make_mods(decode_mods *m, const fa_problem *p, fa_isa isa) {
+    if (!fa_flex_make_programs(p, isa, true, &m->programs)) return false;
+    const fa_flex_bound *mask = p->flex->mask;
+    m->mask_reads_h = false;
+    for (int32_t i = 0; mask && i < mask->program->num_instructions; i++)
+        m->mask_reads_h |= mask->program->instructions[i].op == FA_FLEX_h;
+    return true;
+}
+
+static inline int64_t decode_first_query(const decode_task *t) { return fa_flex_first_query(t->p->flex, t->s.b_idx); }
+
+/* Looks at the n keys from `block` on. */
+static bool decode_looks(decode_mods *m, const decode_task *t, int64_t block, int64_t n) {
+    fa_flex_intervals *bounds = m->programs.mask_bounds;
+    m->sees_all = !m->programs.mask;
+    if (m->sees_all || !bounds || m->mask_reads_h) return true;
+    const int64_t query = decode_first_query(t);
+    fa_flex_bound_head(bounds, t->s.b_idx, 0);
+    fa_flex_bound_rows(bounds, 0, query, query + t->s.len_q - 1);
+    fa_flex_bound_keys(bounds, block, block + n - 1);
+    const fa_flex_interval x = fa_flex_bound_block(bounds, 0);
+    m->sees_all = x.lo != 0;
+    return x.hi != 0;
+}
+
+static void decode_start(fa_flex_evaluator *e, const decode_task *t, int64_t head) {
+    fa_flex_start_head(e, t->s.b_idx, head);
+    fa_flex_start_lines(e, decode_first_query(t), (int)t->s.len_q);
+    fa_flex_start_lanes(e, t->block, (int)t->num_keys);
+}
+
+/* The keys that a query sees, by the mask_mod. */
+static uint64_t decode_bits(fa_flex_evaluator *mask, int query, int64_t num_keys) {
+    const uint8_t *sees = fa_flex_line(mask, query, NULL, NULL);
+    uint64_t bits = 0;
+    for (int64_t key = 0; key < num_keys; key++) bits |= (uint64_t)(sees[key] != 0) << key;
+    return bits;
+}
+
+/* Is some element of a row NaN or infinite? */
+static bool decode_has_nonfinite(const void *row, int64_t d, fa_dtype dtype) {
+    bool found = false;
+    if (dtype == FA_F32) {
+        for (int64_t c = 0; c < d; c++) found |= (((const uint32_t *)row)[c] & 0x7f800000u) == 0x7f800000u;
+        return found;
+    }
+    const uint16_t exponent = dtype == FA_BF16 ? 0x7f80 : 0x7c00;
+    for (int64_t c = 0; c < d; c++) found |= (((const uint16_t *)row)[c] & exponent) == exponent;
+    return found;
+}
+
+/* Decides which keys the products take. */
+static void decode_sort_keys(decode_mods *m, const decode_task *t, uint64_t of_all, uint64_t of_some) {
+    m->common = of_all;
+    for (uint64_t rest = of_some & ~of_all; rest; rest &= rest - 1) {
+        const int key = __builtin_ctzll(rest);
+        bool is_finite = true;
+        for (int64_t head = 0; head < t->num_heads && is_finite; head++)
+            is_finite =
+                !decode_has_nonfinite(t->stream[t->num_keys + key] + head * t->v_head_bytes, t->p->d_v, t->p->dtype);
+        if (is_finite) m->common |= (uint64_t)1 << key;
+    }
+    m->of_some = of_some & ~m->common;
+}
+
+/* The lane of a query of head `head` of the task's heads. */
+static inline int64_t decode_lane(const decode_task *t, int64_t head, int64_t query) {
+    const int64_t g = t->p->h / t->p->h_kv;
+    return head / g * t->rows + query * g + head % g;
+}
+
+/* The scores of the block come with their scale. new_max holds the maxima of the rows, and gets those of the block. */
+static void decode_adjust(decode_mods *m, decode_task *t, float new_max[DECODE_MAX_LANES]) {
+    const int64_t n = t->num_keys, g = t->p->h / t->p->h_kv, lanes = t->lanes;
+    const uint64_t whole = ~(uint64_t)0 >> (FA_DECODE_BLOCK - n);
+    fa_flex_evaluator *score = m->programs.score, *mask = m->sees_all ? NULL : m->programs.mask;
+    const float to_log2 = score ? (float)LOG2_E : 1.0f;
+    uint64_t of_all = whole, of_some = 0, of_query[FA_DECODE_MAX_ROWS];
+    _Alignas(64) float line[FA_DECODE_BLOCK] = {0};
+    for (int64_t head = 0; head < t->num_heads * g; head++) {
+        if (score) decode_start(score, t, t->head_kv * g + head);
+        if (mask && (head == 0 || m->mask_reads_h)) {
+            decode_start(mask, t, t->head_kv * g + head);
+            for (int64_t i = 0; i < t->s.len_q; i++) of_query[i] = decode_bits(mask, (int)i, n);
+        }
+        for (int64_t i = 0; i < t->s.len_q; i++) {
+            const int64_t lane = decode_lane(t, head, i);
+            float *column = t->scores + lane, largest = new_max[lane];
+            for (int64_t key = 0; key < n; key++) line[key] = column[key * lanes];
+            const float *s = score ? fa_flex_line(score, (int)i, line, NULL) : line;
+            uint64_t seen = mask ? of_query[i] : whole;
+            for (int64_t key = 0; key < n; key++) {
+                const float x = seen >> key & 1 ? s[key] * to_log2 : -INFINITY;
+                if (x == -INFINITY) seen &= ~((uint64_t)1 << key);
+                if (x > largest) largest = x;
+                column[key * lanes] = x;
+            }
+            new_max[lane] = largest;
+            m->seen[lane] = seen, of_all &= seen, of_some |= seen;
+        }
+    }
+    decode_sort_keys(m, t, of_all, of_some);
+}
+
+#endif

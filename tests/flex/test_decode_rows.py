@@ -1,0 +1,114 @@
+"""The CPU's kernel for few rows, with mods, beside the reference: several splits, values that only some rows see."""
+
+import random
+
+import flash_attn_2_cuda
+import pytest
+import torch
+from oracle_attention import INF, TOLERANCES, close
+from oracle_decode import in_pages, int32
+
+from flash_attn import explain
+from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+LONGEST = 1100
+SLOPES, DOCUMENT = torch.rand(16), torch.arange(LONGEST + 50) // 90
+BIAS = torch.randn(16, LONGEST)
+MODS = {
+    "alibi": (lambda s, b, h, i, j: s - SLOPES[h] * (i - j) / 50, None),
+    "documents": (None, lambda b, h, i, j: (DOCUMENT[i] == DOCUMENT[j]) | (j < 3)),
+    "a window of each head": (None, lambda b, h, i, j: (i >= j) & (i - j <= 40 * h + b)),
+    "bias, causal": (lambda s, b, h, i, j: s + BIAS[h, j], lambda b, h, i, j: i >= j),
+    "hidden by a score": (lambda s, b, h, i, j: torch.where((h + j) % 3 == 0, -INF, s), None),
+    "nothing is seen": (None, lambda b, h, i, j: j < -1),
+    "gaps": (None, lambda b, h, i, j: (j * 7 + i) % 5 < 2),
+}
+
+
+def draw(name, dtype, len_q, heads, seed):
+    rng = random.Random(f"{name} {dtype} {len_q} {seed}")
+    generator = torch.Generator().manual_seed(rng.randint(0, 1 << 30))
+    b, longest, d, d_v = (
+        rng.choice((1, 3)),
+        rng.choice((70, 600, LONGEST)),
+        rng.choice((8, 40, 128)),
+        rng.choice((24, 64)),
+    )
+    shapes = (b, heads[0], len_q, d), (b, heads[1], longest, d), (b, heads[1], longest, d_v)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    kv_len = [longest, *(rng.choice((0, 1, 64, 65, longest)) for _ in range(b - 1))]
+    offset = [rng.randint(0, 40) + max(n - 60, 0) * rng.randint(0, 1) for n in kv_len]
+    for _ in range(rng.choice((0, 0, 4))):
+        v[rng.randrange(b), rng.randrange(heads[1]), rng.randrange(longest), rng.randrange(d_v)] = rng.choice(
+            (INF, float("nan"))
+        )
+    return rng, (q, k, v), kv_len, offset
+
+
+def results(tensors, score_mod, mask_mod, places, **asked):
+    out, aux = flex_attention(
+        *tensors, score_mod, mask_mod=mask_mod, enable_gqa=True, return_aux=AuxRequest(lse=True, **asked), **places
+    )
+    return out, aux.lse
+
+
+@pytest.mark.parametrize("len_q, heads", [(1, (4, 4)), (1, (8, 1)), (3, (6, 2)), (5, (6, 2)), (16, (2, 2))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODS)
+def test_equals_the_reference(name, dtype, len_q, heads, isa):
+    for seed in range(2):
+        rng, (q, k, v), kv_len, offset = draw(name, dtype, len_q, heads, seed)
+        places = {"q_offset": int32(offset), "kv_len": int32(kv_len)}
+        mods = MODS[name]
+        flash_attn_2_cuda.set_cpu_isa("reference")
+        want = results((q, k, v), *mods, places)
+        flash_attn_2_cuda.set_cpu_isa(isa)
+        cache = k, v
+        if seed == 1:
+            *cache, places["block_table"] = in_pages(rng, k, v, kv_len, rng.choice((1, 16, 64)))
+        for x, wants in zip(results((q, *cache), *mods, places), want, strict=True):
+            close(x, wants, TOLERANCES[dtype])
+
+
+def test_which_calls_it_takes():
+    q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 300, 16)
+
+    def kernel(**kwargs):
+        return explain(flex_attention, kwargs.pop("q", q), k, k, enable_gqa=True, **kwargs).kernel
+
+    mods = {"score_mod": MODS["alibi"][0], "mask_mod": MODS["bias, causal"][1]}
+    offset = torch.tensor([298], dtype=torch.int32)
+    if flash_attn_2_cuda.cpu_isas() == ["reference"]:
+        pytest.skip("there is the reference alone")
+    assert kernel(**mods).startswith("attn_decode_") and kernel(q_offset=offset, **mods).startswith("attn_decode_")
+    assert kernel(q=torch.randn(1, 4, 9, 16), **mods).startswith("attn_fwd_")
+    mask = create_block_mask(mods["mask_mod"], None, None, 2, 300, "cpu")
+    assert kernel(score_mod=mods["score_mod"], block_mask=mask).startswith("attn_fwd_")
+    assert kernel(return_aux=AuxRequest(max_scores=True), **mods).startswith("attn_fwd_")
+
+
+def test_threads_change_no_bit():
+    _, tensors, kv_len, offset = draw("bias, causal", torch.float32, 3, (6, 2), 0)
+    places, found = {"q_offset": int32(offset), "kv_len": int32(kv_len)}, []
+    threads = torch.get_num_threads()
+    for num in (1, 2, 5):
+        torch.set_num_threads(num)
+        found.append(results(tensors, *MODS["bias, causal"], places))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))
+
+
+def test_gradients_behind_it():
+    """The forward of few rows, and the backward of all others."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, n, 16, dtype=torch.float64) for n in (2, 300, 300))
+    table = torch.randn(4, 300, dtype=torch.float64)
+
+    def gradients(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, table)]
+        bias = leaves[3]
+        out = flex_attention(*leaves[:3], lambda s, b, h, i, j: s + bias[h, j], mask_mod=lambda b, h, i, j: j % 3 != i)
+        return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+
+    for x, wants in zip(gradients(torch.float32), gradients(torch.float64)):
+        close(x, wants, 1e-4)
