@@ -354,7 +354,8 @@ def attend(
     if on_cpu:
         (b, len_q), len_kv = q.shape[:2], keys.shape[1]
         shape = (1, q.shape[-2], b, keys.shape[0]) if is_packed else (b, q.shape[-2], len_q, len_kv)
-        if not (_is_one_block(*shape[2:]) or 0 in shape):
+        is_decoded = not return_max_logits and ops.is_few_for_cpu(*shape[2:], shape[1], keys.shape[-2], q.dtype)
+        if not (_is_one_block(*shape[2:]) or 0 in shape or is_decoded):
             blocks = functools.partial(_blocks, q.device, attn_mask, shape, (causal, *window_size), is_packed)
     elif is_packed:
         found = _places_on_gpu(q, keys, lengths, window, attn_mask is None)

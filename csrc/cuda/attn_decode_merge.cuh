@@ -43,7 +43,8 @@ DEVICE void write_output(const params &p, const item &t, int head, int row, int 
     const row_place at = place_of(p, t, head, row);
     float lse = sum == 0 ? p.empty_lse : ((max == -INF ? 0 : max) + lg2(sum)) * LN_2, factor = 1 / sum;
     if (p.sinks.values.data) {
-        const row_with_sink y = add_sink(sum == 0 ? -INF : lse, sink_of(p.sinks.values, at.h_idx));
+        const float sink = sink_of_row(p.sinks.values, p.sinks.shift, t.b_idx, at.h_idx, t.s.q_row + at.i);
+        const row_with_sink y = add_sink(sum == 0 ? -INF : lse, sink);
         lse = y.lse, factor *= y.share;
     }
     float x[4]; /* 0 where the row sees no key, whatever V holds */

@@ -73,8 +73,8 @@ fa_status fa_cuda_run_aligned(const fa_cuda_call *call, fa_cuda_launcher *launch
     const fa_problem aligned = fa_aligned(p, t.all, t.num);
     fa_cuda_call of_copies = *call;
     of_copies.problem = &aligned;
-    /* Packed rows that belong to no sequence stay as they are. */
-    fa_status status = copy(call, &t, p->cu_seqlens_q && !p->zero_tensors, false, err);
+    /* Rows that no sequence has, or uses, stay as they are. */
+    fa_status status = copy(call, &t, p->cu_seqlens_q || p->seqused_q, false, err);
     if (status == FA_OK) status = launcher(&of_copies, err);
     return status == FA_OK ? copy(call, &t, true, true, err) : status;
 }

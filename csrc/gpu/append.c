@@ -6,6 +6,7 @@
 fa_status fa_cuda_append(const fa_cuda_call *call, void *q_rotated, fa_error *err) {
     enum { WARPS = 4 };
     const fa_problem *p = call->problem;
+    if (p->len_new == 0 && !p->rotary_cos) return FA_OK;
     fa_cuda_problem a = fa_cuda_problem_of(call);
     a.q_rotated = p->rotary_cos ? q_rotated : NULL;
     /* Every sequence counts as the longest one. */

@@ -194,7 +194,7 @@ static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_
     } else if (is_allowed && reads_pages && is_prompt_of_sm90(p, machine, plan, 0)) {
         return true;
     }
-    if (reads_pages) return false;
+    if (reads_pages || p->flex) return false;
     fa_plan other = {.num_splits = 1};
     if (rows > plan->block_q && fa_allows_kernel(machine, "attn_fwd_sm80") && !fa_plan_fwd_sm80(p, machine, &other))
         return is_prompt_of_sm80(p, machine, plan, &other);

@@ -536,8 +536,9 @@ def _with_text(mask):
 
 
 def _blocks_of_bare(mask, query, key, len_kv, sequences):
-    shape, is_decoded = (*query.shape[:3], len_kv), key is not None and ops.is_few_for_cpu(query, key, len_kv)
-    return ops.blocks_of_mask(query.device, shape, *_with_text(mask), sequences, is_decoded=is_decoded)
+    b, h, len_q = query.shape[:3]
+    is_decoded = key is not None and ops.is_few_for_cpu(len_q, len_kv, h, key.shape[1], query.dtype)
+    return ops.blocks_of_mask(query.device, (b, h, len_q, len_kv), *_with_text(mask), sequences, is_decoded=is_decoded)
 
 
 from . import graph, ops  # noqa: E402  (they need this module)

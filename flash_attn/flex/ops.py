@@ -96,7 +96,7 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
     elif mask is not None and (block_size or is_on_cpu(query)):
         block = tuple(map(int, block_size)) if block_size else BLOCK
         shape = *query.shape[:3], len_kv
-        is_decoded = is_few_for_cpu(query, key, len_kv)
+        is_decoded = is_few_for_cpu(query.size(2), len_kv, query.size(1), key.size(1), query.dtype)
         blocks = blocks_of_mask(query.device, shape, mask, programs[1], sequences, block, is_decoded)
     scale = max(query.size(-1), 1) ** -0.5 if scale is None else scale
     return Call(scale, score, mask, blocks, plain, sequences)
@@ -112,10 +112,9 @@ MOST_KEPT = 16
 MOST_KEPT_BYTES = 16 << 20  # of the lists of a mask
 
 
-def is_few_for_cpu(query, key, len_kv):
+def is_few_for_cpu(len_q, len_kv, h, h_kv, dtype):
     """Does the CPU's kernel for few rows take the queries? It needs no lists (csrc/cpu/partition.h, ``fa_decodes``)."""
-    len_q, group = query.shape[2], query.shape[1] // max(key.shape[1], 1)
-    return len_q * group <= 16 and (len_q <= 4 or len_kv > 128) and query.dtype != torch.float64
+    return len_q * (h // max(h_kv, 1)) <= 16 and (len_q <= 4 or len_kv > 128) and dtype != torch.float64
 
 
 def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is_decoded=False):

@@ -135,6 +135,7 @@ static void check_case(bool at_end) {
     if (below(2)) p.d_v = (p.d_v + 7) / 8 * 8;
     p.total_q = p.b * p.len_q, p.total_kv = p.b * p.len_kv;
     if (below(3) == 0) p.cu_seqlens_q = p.cu_seqlens_k = ends, p.zero_tensors = below(2);
+    if (!p.cu_seqlens_q && below(3) == 0) p.seqused_q = ends;
     const bool packed = p.cu_seqlens_q, is_bwd = p.pass == FA_BWD;
     const int64_t b = packed ? 1 : p.b, rows_q = packed ? p.total_q : p.len_q, rows_kv = packed ? p.total_kv : p.len_kv;
     num_all = 0;
@@ -148,7 +149,7 @@ static void check_case(bool at_end) {
         if (below(4)) draw(&p, offsetof(fa_problem, dk), b, rows_kv, p.h_kv, p.d, true, at_end);
         if (below(4)) draw(&p, offsetof(fa_problem, dv), b, rows_kv, p.h_kv, p.d_v, true, at_end);
     }
-    keeps_rows = packed && !p.zero_tensors;
+    keeps_rows = packed || p.seqused_q;
     fa_error err = {""};
     cuda_run run;
     gpu_kernels = NULL;

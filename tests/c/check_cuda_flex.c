@@ -136,6 +136,8 @@ typedef struct {
     unsigned char *kinds; /* [mask_b, mask_h, rows, columns]; NULL: no block mask */
     int64_t len_kv[2];    /* [b] keys in use */
     double *q, *k, *v, *dout;
+    bool has_sinks;
+    float sinks[8], *sink_shift; /* [h] and [b, h, len_q] */
 } flex_case;
 
 static bool for_decode; /* aligned rows, d_v = d, no block mask and no maximum */
@@ -265,6 +267,19 @@ static void make_cache(flex_case *c, int64_t page_size, bool at_end) {
     p->page_size = page_size, p->num_pages = num, p->cache_rows = p->b;
 }
 
+/* Learned sinks, beside scores of which something was subtracted. */
+static void make_sinks(flex_case *c, bool at_end) {
+    fa_problem *p = &c->p;
+    c->has_sinks = below(3) == 0;
+    if (!c->has_sinks) return;
+    const int64_t rows = p->b * p->h * p->len_q;
+    c->sink_shift = guarded_alloc((size_t)rows * sizeof(float), sizeof(float), at_end);
+    for (int i = 0; i < 8; i++) c->sinks[i] = (float)random_normal(&source);
+    for (int64_t i = 0; i < rows; i++) c->sink_shift[i] = (float)PICK(0, -2, 3);
+    p->sinks = (fa_sink_values){c->sinks, 1, FA_F32};
+    p->sink_shift = (fa_sink_rows){c->sink_shift, p->h * p->len_q, p->len_q, 1};
+}
+
 /* Each line is compiled once for each pass, which takes seconds. d_v 0: any width up to d. */
 static const struct {
     int mod;
@@ -342,6 +357,7 @@ static void make_case(flex_case *c, int kernel, bool at_end) {
         c->flex.q_offset = offsets;
     }
     make_block_mask(c, at_end);
+    make_sinks(c, at_end);
     if (below(3) == 0 && !p->paged) { /* a key that is NaN, where only some rows see it */
         const int64_t j = below(len_kv), at = below(d_v);
         fa_store_element(p->v.data, j * p->v.stride_row + at, NAN, dtype);
@@ -382,7 +398,12 @@ static void compute_row(const flex_case *c, results *r, int64_t b, int64_t h, in
         if (s[j] > max) max = s[j];
     }
     for (int64_t j = 0; j < len_kv; j++) sum += max == -INFINITY ? 0 : exp(s[j] - max);
-    r->lse[stat] = max + log(sum), r->max[stat] = max;
+    r->max[stat] = max;
+    if (c->has_sinks) {
+        const double sink = (double)(c->sinks[h] - c->sink_shift[stat]), top = sink > max ? sink : max;
+        sum = (max == -INFINITY ? 0 : sum * exp(max - top)) + exp(sink - top), max = top;
+    }
+    r->lse[stat] = max + log(sum);
     for (int64_t j = 0; j < len_kv; j++)
         for (int64_t x = 0; x < d_v && s[j] > -INFINITY; x++) o[x] += exp(s[j] - max) / sum * KEY(c->v, j, d_v)[x];
     const double delta = dot(o, dout, d_v) - (c->flex.dlse.data ? c->flex.dlse.data[stat] : 0);
