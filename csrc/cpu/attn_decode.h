@@ -105,10 +105,11 @@ static void rescale_output(const decode_task *t, const float alpha[DECODE_MAX_LA
     }
 }
 
-/* Adds a key that only some rows see. The products took this key as a row of zeros, because NaN times P = 0 would be
- * NaN in the rows that do not see the key. */
+/* Adds a key that only some rows see, or that the products of some heads did not take. The products took this key as a
+ * row of zeros, because NaN times P = 0 would be NaN in the rows that do not see the key. */
 static void add_value(decode_task *t, int64_t key) {
     for (int64_t head = 0; head < t->num_heads; head++) {
+        if (t->mods ? !(t->mods->of_some[head] >> key & 1) : is_common(t, head, key)) continue;
         const char *v[WORD_ELEMS];
         for (int e = 0; e < WORD_ELEMS; e++)
             v[e] = e == key % WORD_ELEMS ? t->stream[t->num_keys + key] + head * t->v_head_bytes : decode_zeros;
@@ -187,7 +188,7 @@ static void run_split(decode_task *t, int64_t begin, int64_t end, int64_t last) 
         rescale_output(t, alpha);
         t->job->patches.values(t);
         for (int64_t key = 0; key < n; key++)
-            if (!is_common(t, key) && (!t->mods || t->mods->of_some >> key & 1)) add_value(t, key);
+            if (t->mods || !is_common(t, 0, key)) add_value(t, key);
     }
 }
 

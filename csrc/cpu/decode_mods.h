@@ -18,10 +18,11 @@
 typedef struct decode_mods {
     fa_flex_programs programs; /* a line is a query */
     bool mask_reads_h;
-    bool sees_all;    /* every row sees every key of the block, unless its score is -inf */
-    uint64_t common;  /* keys that the products take */
-    uint64_t of_some; /* other keys that some row sees */
+    bool sees_all; /* every row sees every key of the block, unless its score is -inf */
     uint64_t seen[DECODE_MAX_LANES];
+    /* Of each key head of the task, so that no head depends on its neighbours: keys that the products take, and other
+     * keys that some row sees. */
+    uint64_t common[DECODE_MAX_LANES], of_some[DECODE_MAX_LANES];
 } decode_mods;
 
 static inline bool decode_make_mods(decode_mods *m, const fa_problem *p, fa_isa isa) {
@@ -75,18 +76,15 @@ static bool decode_has_nonfinite(const void *row, int64_t d, fa_dtype dtype) {
     return found;
 }
 
-/* Decides which keys the products take. */
-static void decode_sort_keys(decode_mods *m, const decode_task *t, uint64_t of_all, uint64_t of_some) {
-    m->common = of_all;
+/* Decides which keys the products of a key head take. */
+static void decode_sort_keys(decode_mods *m, const decode_task *t, int64_t head, uint64_t of_all, uint64_t of_some) {
+    uint64_t common = of_all;
     for (uint64_t rest = of_some & ~of_all; rest; rest &= rest - 1) {
         const int key = __builtin_ctzll(rest);
-        bool is_finite = true;
-        for (int64_t head = 0; head < t->num_heads && is_finite; head++)
-            is_finite =
-                !decode_has_nonfinite(t->stream[t->num_keys + key] + head * t->v_head_bytes, t->p->d_v, t->p->dtype);
-        if (is_finite) m->common |= (uint64_t)1 << key;
+        const char *v = t->stream[t->num_keys + key] + head * t->v_head_bytes;
+        if (!decode_has_nonfinite(v, t->p->d_v, t->p->dtype)) common |= (uint64_t)1 << key;
     }
-    m->of_some = of_some & ~m->common;
+    m->common[head] = common, m->of_some[head] = of_some & ~common;
 }
 
 /* The lane of a query of head `head` of the task's heads. */
@@ -104,6 +102,7 @@ static void decode_adjust(decode_mods *m, decode_task *t, float new_max[DECODE_M
     uint64_t of_all = whole, of_some = 0, of_query[FA_DECODE_MAX_ROWS];
     _Alignas(64) float line[FA_DECODE_BLOCK] = {0};
     for (int64_t head = 0; head < t->num_heads * g; head++) {
+        if (head % g == 0) of_all = whole, of_some = 0;
         if (score) decode_start(score, t, t->head_kv * g + head);
         if (mask && (head == 0 || m->mask_reads_h)) {
             decode_start(mask, t, t->head_kv * g + head);
@@ -124,8 +123,8 @@ static void decode_adjust(decode_mods *m, decode_task *t, float new_max[DECODE_M
             new_max[lane] = largest;
             m->seen[lane] = seen, of_all &= seen, of_some |= seen;
         }
+        if (head % g == g - 1) decode_sort_keys(m, t, head / g, of_all, of_some);
     }
-    decode_sort_keys(m, t, of_all, of_some);
 }
 
 #endif

@@ -108,9 +108,9 @@ INLINE void scores_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
 
 /* ---- O += P V ---- */
 
-/* Whether every row sees the key of the block, or mods hide it from rows that it does not harm. */
-INLINE bool is_common(const decode_task *t, int64_t key) {
-    if (t->mods) return key < t->num_keys && t->mods->common >> key & 1;
+/* Does every row see the key of the block? With mods: do the products of the head take it? */
+INLINE bool is_common(const decode_task *t, int64_t head, int64_t key) {
+    if (t->mods) return key < t->num_keys && t->mods->common[head] >> key & 1;
     return t->common_first <= t->block + key && t->block + key < t->common_end && key < t->num_keys;
 }
 
@@ -172,13 +172,14 @@ INLINE void values_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
     decode_cursor cursor = cursor_at(t, n + t->ahead);
     for (int64_t key = 0; key < n; key += t->ahead) {
         const int64_t existing = n - key < t->ahead ? n - key : t->ahead, tokens = round_up(existing, WORD_ELEMS);
-        bool all_common = is_common(t, key) && is_common(t, key + tokens - 1);
-        for (int64_t i = 1; t->mods && i < tokens - 1; i++) all_common = all_common && is_common(t, key + i);
         for (int64_t head = 0; head < t->num_heads; head++) {
             const char *common[DECODE_MAX_AHEAD], *const *v = t->stream + n + key;
             int64_t offset = head * t->v_head_bytes;
+            bool all_common = is_common(t, head, key) && is_common(t, head, key + tokens - 1);
+            for (int64_t i = 1; t->mods && i < tokens - 1; i++) all_common = all_common && is_common(t, head, key + i);
             if (!all_common) {
-                for (int64_t i = 0; i < tokens; i++) common[i] = is_common(t, key + i) ? v[i] + offset : decode_zeros;
+                for (int64_t i = 0; i < tokens; i++)
+                    common[i] = is_common(t, head, key + i) ? v[i] + offset : decode_zeros;
                 v = common;
                 offset = 0;
             }

@@ -8,6 +8,7 @@ import typing
 import torch
 
 from .._imagined import is_on_cpu
+from .._ops import is_freed
 
 
 class Sequences(typing.NamedTuple):
@@ -45,6 +46,8 @@ def _index(name, value, query, shape):
         return torch.full(shape, value, dtype=torch.int32, device=query.device)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} must be a tensor of integers, not of {value.dtype}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, not of the layout {value.layout}")
     if value.device != query.device:
         raise ValueError(f"{name} must be on the device of query, {query.device}; it is on {value.device}")
     if value.dim() == 0 and len(shape) == 1:
@@ -58,7 +61,8 @@ def _index(name, value, query, shape):
 def are_ready(sequences, b):
     """Are the arguments of a caller None, or int32 tensors of the right shapes? Then C takes them, or says nothing."""
     for x, dims in zip(sequences, (1, 1, 2)):
-        if x is not None and (x.dtype is not torch.int32 or x.dim() != dims or x.shape[0] != b):
+        is_ready = x is None or (x.dtype is torch.int32 and x.layout is torch.strided and x.dim() == dims)
+        if not is_ready or (x is not None and x.shape[0] != b):
             return False
     return True
 
@@ -84,8 +88,9 @@ def key_length(key, sequences):
 def shift_of(len_q, len_kv, q_offset=None, kv_len=None):
     """The key beside a query less its q_idx, where the last query lies beside the last key of its sequence. None: it is
     not the same number for all, or a GPU holds it. The arguments are those of the caller."""
-    if any(isinstance(x, torch.Tensor) and not is_on_cpu(x) for x in (q_offset, kv_len)):
-        return None
+    for x in (q_offset, kv_len):
+        if isinstance(x, torch.Tensor) and (not is_on_cpu(x) or is_freed(x)):
+            return None  # the kernels name a tensor that is freed
     first, end = (x.long() if isinstance(x, torch.Tensor) else x for x in (q_offset, kv_len))
     shift = (len_kv if end is None else end) - len_q - (0 if first is None else first)
     if not isinstance(shift, torch.Tensor):

@@ -87,15 +87,39 @@ def test_which_calls_it_takes():
     assert kernel(return_aux=AuxRequest(max_scores=True), **mods).startswith("attn_fwd_")
 
 
-def test_threads_change_no_bit():
-    _, tensors, kv_len, offset = draw("bias, causal", torch.float32, 3, (6, 2), 0)
-    places, found = {"q_offset": int32(offset), "kv_len": int32(kv_len)}, []
-    threads = torch.get_num_threads()
+def test_threads_and_the_batch_change_no_bit():
+    """Also beside a head with values that only some rows may see. Threads and batch decide which heads share a task."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(8, 32, 1, 64), torch.randn(8, 8, 1000, 64), torch.randn(8, 8, 1000, 64)
+    v[:, 0, 5, 0], v[:, 3, 600, 1] = INF, float("nan")
+    mods = None, lambda b, h, i, j: (j % 595 != 5) | (h % 3 == 1)
+    places, found, threads = {"kv_len": int32([1000] * 8)}, [], torch.get_num_threads()
     for num in (1, 2, 5):
         torch.set_num_threads(num)
-        found.append(results(tensors, *MODS["bias, causal"], places))
+        found.append(results((q, k, v), *mods, places))
     torch.set_num_threads(threads)
-    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))
+    alone = results([x[:1] for x in (q, k, v)], *mods, {"kv_len": int32([1000])})
+    for other in found[1:]:
+        assert all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(found[0], other, strict=True))
+    assert all(torch.equal(x[:1].nan_to_num(7), y.nan_to_num(7)) for x, y in zip(found[0], alone, strict=True))
+    seen = [h for h in range(32) if h % 3 == 1]
+    assert found[0][0].isfinite().all(-1).all(0).squeeze()[[h for h in range(32) if h not in seen]].all()
+
+
+@pytest.mark.parametrize("name", ["q_offset", "kv_len"])
+@pytest.mark.parametrize(
+    "mask_mod", [lambda b, h, i, j: (i >= j) & (i - j < 9), MODS["gaps"][1]], ids=["window", "gaps"]
+)
+def test_places_that_cannot_be_read_are_named(name, mask_mod):
+    q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 300, 16)
+    for _ in range(2):  # the mods are traced, then known
+        freed = int32([8, 9])
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=f"{name} has shape .* its storage must hold 8 bytes"):
+            flex_attention(q, k, k, mask_mod=mask_mod, **{name: freed})
+        with pytest.raises(TypeError, match=f"{name} must be a dense tensor"):
+            flex_attention(q, k, k, mask_mod=mask_mod, **{name: int32([8, 9]).to_sparse()})
+        flex_attention(q, k, k, mask_mod=mask_mod, **{name: int32([8, 9])})
 
 
 def test_gradients_behind_it():
