@@ -11,6 +11,7 @@
 #define FA_CPU_DECODE_MODS_H
 
 #include "decode_task.h"
+#include "elementwise.h"
 #include "flex/evaluate.h"
 #include "flex_programs.h"
 

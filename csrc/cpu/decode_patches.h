@@ -3,7 +3,7 @@
 #ifndef FA_CPU_DECODE_PATCHES_H
 #define FA_CPU_DECODE_PATCHES_H
 
-#include "decode_task.h"
+#include "decode_mods.h"
 #include "vec_load_first.h"
 
 INLINE vec load_words(const void *p, fa_dtype DTYPE) { return WORD_ELEMS == 2 ? vec_load(p) : load_elems(p, DTYPE); }
