@@ -11,8 +11,8 @@ from harness_plan import CSRC
 
 from flash_attn._variants import ARCHS, choose
 
-# Of such calls no copies with aligned rows are made (csrc/plan/gpu_align.c). If only some tensors are copied, or if rows
-# lie at odd elements, copies pay sooner.
+# Of such calls no copies with aligned rows are made (csrc/plan/gpu_align.c). If only some tensors are copied, or if
+# rows lie at odd elements, copies pay sooner.
 SHORT, TINY, FEW = ({"len_q": n, "len_kv": n} for n in (90, 20, 7))
 
 
