@@ -10,6 +10,7 @@
  *   first pass, one task for each (sequence, split of its keys, range of heads):
  *       for each block of 64 keys:
  *           S = Q K^T     tiles of a few tokens of a head: dot products in registers, all sums by one shuffle tree
+ *           mods          programmable attention: score_mod and mask_mod on S (decode_mods.h)
  *           softmax       S is [keys][rows of all heads], a row in each lane, as in attn_fwd.h
  *           O += P V      a few tokens of one head at a time, accumulators in registers
  *   second pass, one task for each (sequence, head):

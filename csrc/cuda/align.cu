@@ -7,8 +7,8 @@
  * the copy. On the side of the tensor a piece consists of units. A unit is the largest power of 2 that divides all
  * addresses and the bytes of a row.
  *
- * Which limit binds: memory, for units of 8 bytes. Smaller units are loaded and stored with gaps between the lanes of a
- * warp, so the L1 moves the same sectors several times.
+ * Which limit binds: memory, for units of 8 bytes (3.7 TB/s on an H200). With units of 2 bytes it moves 2 TB/s. What
+ * binds there was not profiled.
  *
  * Specification: check_align.c of the tests, element by element. */
 #include "align_params.h"

@@ -21,6 +21,8 @@
  * while the lengths grow. Where there are few heads, thread block clusters take the place of CTAs on Hopper. The CTAs
  * of a cluster merge their results in their shared memory.
  *
+ * With FLEX a user's functions change and hide scores (apply_mods of attn_decode_softmax.cuh).
+ *
  * Specification: ../cpu/reference.c. Design and limits: decode.md. Measurements: measurements/decode.md. */
 #include "attn_decode_params.h"
 #include "ptx_cluster.cuh"

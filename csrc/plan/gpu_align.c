@@ -110,7 +110,7 @@ static double keys_of_row(const fa_problem *p) {
 }
 
 /* A copied row costs what the tile kernel saves with so many pairs of a query and a key (cuda/generic.md). With rows at
- * odd elements the generic kernels take four times as long. */
+ * odd elements, which slow down the generic kernels most, a quarter of the pairs suffices. */
 bool fa_align_pays(const fa_problem *p, int capability) {
     enum { BEFORE_HOPPER_FWD = 128, BEFORE_HOPPER_BWD = 24, HOPPER_FWD = 33, HOPPER_BWD = 2, ODD = 4 };
     const int least = capability == 90 ? (p->pass == FA_BWD ? HOPPER_BWD : HOPPER_FWD)
