@@ -8,7 +8,7 @@ import torch
 from oracle_attention import INF, TOLERANCES, close
 from oracle_decode import in_pages, int32
 
-from flash_attn import explain
+from flash_attn import explain, flash_attn_func
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 LONGEST = 1100
@@ -85,6 +85,23 @@ def test_which_calls_it_takes():
     mask = create_block_mask(mods["mask_mod"], None, None, 2, 300, "cpu")
     assert kernel(score_mod=mods["score_mod"], block_mask=mask).startswith("attn_fwd_")
     assert kernel(return_aux=AuxRequest(max_scores=True), **mods).startswith("attn_fwd_")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mask_of_few_rows(dtype, isa):
+    """The attn_mask of a step of generation: keys of padding, which hold NaN. Many rows have tiles."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 64, dtype=dtype) for n, h in ((1, 8), (700, 2), (700, 2)))
+    mask = (torch.arange(700) < torch.tensor([[700], [411]]))[:, None, None]
+    v[1, 411:] = float("nan")
+    flash_attn_2_cuda.set_cpu_isa("reference")
+    want = flash_attn_func(q, k, v, attn_mask=mask)
+    flash_attn_2_cuda.set_cpu_isa(isa)
+    close(flash_attn_func(q, k, v, attn_mask=mask), want, TOLERANCES[dtype])
+    if isa != "reference":
+        many = q.expand(-1, 9, -1, -1).contiguous()
+        assert explain(flash_attn_func, q, k, v, attn_mask=mask).kernel.startswith("attn_decode_")
+        assert explain(flash_attn_func, many, k, v, attn_mask=mask).kernel.startswith("attn_fwd_")
 
 
 def test_threads_and_the_batch_change_no_bit():
