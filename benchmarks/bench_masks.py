@@ -2,6 +2,7 @@
 scaled_dot_product_attention, forward and backward, in bf16.
 
     python benchmarks/bench_masks.py
+    python benchmarks/bench_masks.py --short
 
     none         no mask
     padding      hides keys behind the end of a sequence
@@ -13,16 +14,20 @@ scaled_dot_product_attention, forward and backward, in bf16.
 The kernels run in turns (_gpu.py). An error is the norm of the difference to fp64, divided by the norm of the exact
 result. It is that of 64 queries of each head of the first sequence. Writes masks_<device>.csv to the folder --out, and
 prints the table.
+
+--short times thousands of short sequences without a mask, and FA2, too. "before" is our call without the kernels of
+short sequences, and "copy" copies as many bytes as q, k, v and out have. Writes short_<device>.csv.
 """
 
 import argparse
 import random
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from _gpu import flusher, in_turns, machine, ready
+from _gpu import by_kernels, flusher, in_turns, machine, ready
 from _results import add_out, command, need_gpu, save
-from cases import BENCH_MASKS
+from cases import BENCH_MASKS, BENCH_SHORT
 from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -30,6 +35,7 @@ from flash_attn import flash_attn_func
 
 MASKS = "none", "padding", "causal", "documents", "random", "bias", "bias of heads"
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+BESIDE_SHORT = {**PEERS, "FA2": SDPBackend.FLASH_ATTENTION}
 PROBLEM = "kernel", "pass", "mask", "b", "h", "length", "d"
 COLUMNS = "date", "device", "torch", "rule", *PROBLEM, "ms", "error", "mhz", "command"
 NUM_EXACT = 64
@@ -91,28 +97,49 @@ def error_of(out, tensors, mask):
     return ((out[:1, :, rows] - want).norm() / want.norm()).item()
 
 
+def copy_of(tensors):
+    """Reads two tensors and writes two."""
+    bytes_of = torch.empty(2, *tensors[0].shape, device="cuda", dtype=tensors[0].dtype)
+    target = torch.empty_like(bytes_of)
+    return lambda: target.copy_(bytes_of)
+
+
+def before(call):
+    return by_kernels("decode,sm90,sm80,any", call)
+
+
 def run(options):
     flush, rng = flusher(), random.Random(0)
-    for case in BENCH_MASKS:
-        for name in options.masks:
+    peers = BESIDE_SHORT if options.short else PEERS
+    for case in BENCH_SHORT if options.short else BENCH_MASKS:
+        for name in ["none"] if options.short else options.masks:
             mask, shape = mask_of(name, case), (case.b, case.len_q, case.h, case.d)
             tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
             *tensors, dout = tensors
             tensors = [x.requires_grad_() for x in tensors]
             made, calls = {}, {}
-            for kernel, function in {"ours": ours, **{name: peer(x) for name, x in PEERS.items()}}.items():
+            for kernel, function in {"ours": ours, **{name: peer(x) for name, x in peers.items()}}.items():
                 try:
                     made[kernel] = calls_of(function, tensors, mask, dout)
                 except RuntimeError as error:
                     print(f"  {kernel}: {str(error).splitlines()[0]}")
             for kernel, (of, _) in made.items():
                 calls.update({(kernel, step): lambda call=call: call for step, call in of.items()})
+            if options.short:
+                calls.update(
+                    {("before", step): lambda call=call: before(call) for step, call in made["ours"][0].items()}
+                )
+                calls["copy", "forward"] = partial(copy_of, tensors)
             times, mhz = in_turns(ready(calls), options.seconds, flush, rng)
             errors = {kernel: error_of(out, tensors, mask) for kernel, (_, out) in made.items()}
             rows = []
             for (kernel, step), ms in times.items():
                 problem = dict(zip(PROBLEM, (kernel, step, name, case.b, case.h, case.len_q, case.d)))
-                figures = {"ms": round(ms, 4), "error": f"{errors[kernel]:.1e}", "mhz": mhz}
+                figures = {
+                    "ms": round(ms, 4),
+                    "error": f"{errors.get(kernel, errors['ours']):.1e}" if kernel != "copy" else "",
+                    "mhz": mhz,
+                }
                 rows.append({**machine(), "rule": "turns", "command": command(), **problem, **figures})
             words = (f"{row['kernel']} {row['pass']} {row['ms']:.3f}" for row in rows)
             print(case.b, case.h, case.len_q, case.d, name, "  ".join(words), flush=True)
@@ -122,11 +149,12 @@ def run(options):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a problem together")
+    parser.add_argument("--short", action="store_true", help="thousands of short sequences")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=MASKS)
     add_out(parser)
     options = parser.parse_args()
     need_gpu()
-    path = options.out / f"masks_{machine()['device']}.csv"
+    path = options.out / f"{'short' if options.short else 'masks'}_{machine()['device']}.csv"
     for rows in run(options):
         save(rows, path, COLUMNS, ("device", *PROBLEM))
     print_tables(options.out, machine()["device"])

@@ -340,6 +340,26 @@ def masks(source):
     return grid(header, body) + caption(name, rows, text)
 
 
+def short(source):
+    """Microseconds of thousands of short sequences, forward and backward."""
+    name = "short_NVIDIA_H200.csv"
+    rows, found = rows_of(source, name), {}
+    for row in rows:
+        case = tuple(int(row[x]) for x in ("b", "h", "length", "d"))
+        found.setdefault(case, {})[row["kernel"], row["pass"]] = 1e3 * float(row["ms"])
+    kernels = [x for x in dict.fromkeys(row["kernel"] for row in rows) if x != "copy"]
+    body = [
+        [
+            "{} x {} heads, {} tokens, {}".format(*case),
+            f"{ms['copy', 'forward']:.0f}",
+            *(", ".join(f"{ms[kernel, step]:.0f}" for step in PASSES) for kernel in kernels),
+        ]
+        for case, ms in found.items()
+    ]
+    text = "Microseconds in turns, forward and backward. Copy: as many bytes as q, k, v and out have. "
+    return grid(["", "copy", *kernels], body) + caption(name, rows, text)
+
+
 def prompts_of(name, kernel, other, words):
     """A table of TFLOPS of prompts over caches, by one kernel, and by another in brackets."""
     return lambda source: _prompts(rows_of(source, name), name, (kernel, other), words)
@@ -502,6 +522,7 @@ TABLES = {
     "prompts before Hopper": prompts_of("prompts_sm80_<device>.csv", "sm80", "generic", "the generic kernels"),
     "few queries": few_queries,
     "masks": masks,
+    "short": short,
     "other shapes": shapes,
     "exactness": exactness,
     **_cpu_tables.TABLES,

@@ -218,7 +218,7 @@ typedef struct {
 
 /* Bytes of the longest name, with room for the hash of a user's text: "_" and 16 digits. */
 #define FA_KERNEL_NAME_BYTES 96
-#define FA_MAX_RULED_OUT     32 /* every row of a family, and every kernel */
+#define FA_MAX_RULED_OUT     40 /* every row of a family, and every kernel */
 typedef struct {
     const char *kernel, *reason; /* texts that live as long as the program */
 } fa_ruled_out;

@@ -41,6 +41,9 @@ def _is_common(name, own, number, generation):
     packed = r"_sm90_\w+_(d(48|112|160)_|d(128|192|256)_q64|d128_q128kv64)\w*_varlen"
     if own and (re.search(packed, name) or re.search(r"_sm90_\w+_d128_q64kv64(_causal)?$", name)):
         return False
+    # A wheel has no room for the kernels of short sequences.
+    if "_short_" in name:
+        return False
     # A wheel of flash_attn_3 has no room for tiles of rarer head dimensions.
     rare = r"^attn_(fwd|bwd)_sm90_\w+_d(32|48|112|160)_|^attn_\w+_sm80_\w+_d(32|48|80|112|160)_"
     if generation == 3 and re.search(rare, name):

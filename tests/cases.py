@@ -237,6 +237,24 @@ BENCH_MASKS = [
     for b, h, length, d in ((4, 16, 512, 64), (2, 24, 4096, 64), (4, 16, 2048, 128), (1, 16, 8192, 128))
 ]
 
+# bench_masks.py --short: thousands of short sequences.
+BENCH_SHORT = [
+    Case(length, length, b=b, h=h, d=d, dtype="bf16")
+    for b, h, length, d in (
+        (8192, 8, 8, 64),
+        (4096, 8, 16, 40),
+        (4096, 16, 16, 64),
+        (4096, 8, 16, 80),
+        (1024, 16, 16, 128),
+        (1024, 8, 16, 160),
+        (2048, 16, 32, 64),
+        (2048, 8, 32, 128),
+        (2048, 12, 49, 32),
+        (1024, 16, 64, 64),
+        (512, 16, 64, 128),
+    )
+]
+
 # bench_prompts.py: many queries over a cache of len_kv keys.
 BENCH_PROMPTS = [
     Case(len_q, len_kv, b=b, h=h, h_kv=h_kv, d=d, dtype="bf16", causal=True)

@@ -25,7 +25,6 @@ SHORT, TINY, FEW = ({"len_q": n, "len_kv": n} for n in (90, 20, 7))
         ({"d": 64, "len_q": 100, "len_kv": 100}, "attn_fwd_sm90_bf16_d64_q128kv64x2"),
         ({"d": 64, "len_q": 100, "len_kv": 257}, "attn_fwd_sm90_bf16_d64_q192kv128"),
         ({"d": 64, "len_q": 192, "len_kv": 192}, "attn_fwd_sm90_bf16_d64_q256kv64"),
-        ({"d": 64, "len_q": 17, "len_kv": 17}, "attn_fwd_sm90_bf16_d64_q64kv64"),
         ({"d": 64, "len_q": 64, "len_kv": 64, "dropout": 0.5}, "attn_fwd_sm90_bf16_d64_q64kv64_dropout"),
         ({"d": 64, "len_q": 65, "len_kv": 65}, "attn_fwd_sm90_bf16_d64_q128kv64x2"),
         ({"d": 64, "len_q": 17, "len_kv": 65}, "attn_fwd_sm90_bf16_d64_q64kv64"),
@@ -81,6 +80,7 @@ def test_kernel(plan, numbers, kernel):
     assert re.search(rf"_q{block_q}kv{block_kv}", name)
     why_not_decode = "it has no dropout" if "dropout" in numbers else "it is for few queries over many keys"
     assert ruled_out.pop(0) == f"attn_decode_sm90: {why_not_decode}"
+    assert ruled_out.pop(0).startswith("attn_fwd_short: ")
     assert all(re.fullmatch(r"attn_fwd_sm90_d\d+(v\d+)?_q\d+kv\d+(x2)?: .+", line) for line in ruled_out)
 
 
@@ -252,7 +252,7 @@ def test_kernels_before_hopper_are_built_ahead_where_a_plan_takes_them(plan, cap
 @pytest.mark.parametrize(
     ("numbers", "kernel"),
     [
-        ({"len_q": 1, "len_kv": 1, "b": 1, "stride": 4}, "fwd_sm90"),
+        ({"len_q": 1, "len_kv": 1, "b": 1, "stride": 4}, "fwd_short"),
         ({"len_q": 1, "len_kv": 1, "stride": 4}, "fwd_any"),  # the stride between the rows of two sequences
         ({"h": 1, "h_kv": 1, "stride_h": 4}, "fwd_sm90"),
         ({"stride_h": 4, **TINY}, "fwd_any"),
@@ -487,7 +487,9 @@ def test_every_row_and_every_kernel_that_is_ruled_out_has_a_reason(plan):
     kernels = [line.split(":")[0] for line in ruled_out]
     assert len({name for name in kernels if re.match(r"attn_fwd_sm90_d\d", name)}) == num_rows
     planners = [name for name in kernels if not re.search(r"_d\d", name)]
-    assert planners == ["attn_decode_sm90", "attn_fwd_sm90", "attn_fwd_fp8_sm90", "attn_decode_sm80", "attn_fwd_sm80"]
+    assert planners == [
+        "attn_decode_sm90", "attn_fwd_short", "attn_fwd_sm90", "attn_fwd_fp8_sm90", "attn_decode_sm80", "attn_fwd_sm80",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -667,7 +669,8 @@ def test_the_environment_may_leave_only_some_kernels(plan, monkeypatch):
     monkeypatch.setenv("KERNELS", "none")
     assert plan(d=128) == (
         "flash_attn: no kernel takes this call. attn_decode_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
-        "attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_fp8_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
+        "attn_fwd_short: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
+        "attn_fwd_fp8_sm90: FLASH_ATTN_CUDA_KERNEL rules it out; "
         "attn_decode_sm80: FLASH_ATTN_CUDA_KERNEL rules it out; attn_fwd_sm80: FLASH_ATTN_CUDA_KERNEL rules it out; "
         "attn_fwd_any: FLASH_ATTN_CUDA_KERNEL rules it out\n"
     )

@@ -95,15 +95,6 @@ DEVICE void accumulate_shared(float (&o)[BLOCKS][OWN_COLUMNS][4], const factor *
 
 /* ---- pairs that do not see each other -------------------------------------------------------------------------- */
 
-/* In tiles with a mask, weights of pairs that do not see each other lie in shared memory as -0. Other weights are never
- * -0 there. */
-constexpr u32 UNSEEN = 0x8000;
-
-DEVICE u32 mark_unseen(u32 pair, u32 seen) {
-    const u32 low = pair & 0xffff, high = pair >> 16;
-    return (!(seen & 1) ? UNSEEN : low == UNSEEN ? 0 : low) | (!(seen & 2) ? UNSEEN : high == UNSEEN ? 0 : high) << 16;
-}
-
 /* O [16 BLOCKS_OF_O, 8 NUM_COLUMNS] += W B by FMAs that skip unseen pairs, for NUM rows of B. weight_at(i, m) is the
  * weight of the lane's row 8 m of O and of row i of B. pair_at(i, c) are the lane's columns of fragment c of row i. */
 template <int NUM, int BLOCKS_OF_O, int NUM_COLUMNS, class weights, class pairs>

@@ -36,6 +36,7 @@
 #include "sinks.cuh"
 
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
+#include "softmax_any.cuh"
 constexpr int MIN_CTAS = OF_3 && CTAS > 2 ? 2 : CTAS; /* attention chunks need registers */
 
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
@@ -46,69 +47,6 @@ struct shared_memory {
     factor q[BLOCK_Q * PITCH], k[STAGES][BLOCK_KV * PITCH], v[STAGES][BLOCK_KV * PITCH];
 };
 static_assert(sizeof(shared_memory) <= 99 * 1024, "compute capabilities 8.6, 8.9 and 12.0 give a CTA 99 KiB");
-
-/* The largest P of a row is 2^-HEADROOM. In 16 bits the exponent contains HEADROOM. Beside such a number the exponent
- * would lose digits that show in fp32, so P is scaled there. */
-constexpr float HEADROOM = factor::HEADROOM, IN_EXPONENT = F32 ? 0 : HEADROOM;
-constexpr float RAISED = 1u << (int)HEADROOM; /* 2^HEADROOM */
-
-/* Beyond this base a fused product would differ from base by more than an exponent should see. */
-DEVICE bool is_large(float base) { return fabsf(base) > 0x1p24f; }
-
-/* factor max, rounded. Where base is not large, base + IN_EXPONENT is a float. */
-DEVICE float base_of(float max, float factor) {
-    const float scaled = __fmul_rn(max, factor);
-    return IN_EXPONENT == 0 || is_large(scaled) ? scaled : scaled + IN_EXPONENT - IN_EXPONENT;
-}
-
-/* P with the exponent x, which contains IN_EXPONENT. */
-DEVICE float prob_of(float x) { return F32 ? ex2(x) * (1 / RAISED) : ex2(x); }
-
-/* S becomes P = 2^(factor S - base - HEADROOM), with base = factor max, and O is rescaled to a new maximum. base is
- * rounded. All scores of a row have the same base, so the rounding cancels in the quotient. lse adds the part that was
- * rounded away. fmaxf ignores NaN, but NaN reaches the output through the sum. */
-DEVICE void softmax_step(float (&s)[BLOCKS][N][4], float (&o)[BLOCKS][COLUMNS][4], row_state (&rows)[BLOCKS][2],
-                         float factor) {
-    float rescale[BLOCKS][2];
-    bool is_raised = false;
-#pragma unroll
-    for (int m = 0; m < BLOCKS; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            row_state &row = rows[m][half];
-            float largest = row.max, sum = 0;
-#pragma unroll
-            for (int n = 0; n < N; n++) largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-            largest = quad_max(largest);
-            const float found = base_of(largest, factor);
-            const float base = found == -INF ? 0 : found;            /* no key seen yet, or only scores of -inf */
-            rescale[m][half] = ex2(base_of(row.max, factor) - base); /* rounded like base, not fused */
-            is_raised |= rescale[m][half] != 1;
-            row.max = largest;
-            if (!is_large(base)) {
-                const float raised = base + IN_EXPONENT;
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int e = 2 * half; e < 2 * half + 2; e++)
-                        sum += s[m][n][e] = prob_of(fmaf(s[m][n][e], factor, -raised));
-            } else {
-#pragma unroll
-                for (int n = 0; n < N; n++)
-#pragma unroll
-                    for (int e = 2 * half; e < 2 * half + 2; e++)
-                        sum += s[m][n][e] = prob_of(__fmul_rn(s[m][n][e], factor) - base - IN_EXPONENT);
-            }
-            row.sum = row.sum * rescale[m][half] + sum;
-        }
-    if (__any_sync(WHOLE_WARP, is_raised))
-#pragma unroll
-        for (int m = 0; m < BLOCKS; m++)
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) o[m][c][e] *= rescale[m][e / 2];
-}
 
 #if FLEX
 /* Applies the user's functions to a block of rows from `row` on and of keys from `first` on: the score_mod, and the
@@ -158,10 +96,8 @@ DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v,
                        const float (&o)[COLUMNS][4], int half, row_state row, float unit, float sink) {
     const float sum = quad_sum(row.sum);
     if (i >= s.len_q) return;
-    const float base = base_of(row.max, unit * LOG2_E), rest = fmaf(row.max, unit * LOG2_E, -base);
-    const bool is_empty = sum == 0 && base == -INF; /* no key seen, or only scores of -inf */
-    /* lg2 gets the sum of larger P, because its error grows with its result. */
-    float lse = is_empty ? -INF : sum == 0 ? sum / sum : row.max * unit + (lg2(sum * RAISED) - rest) * LN_2;
+    const bool is_empty = saw_nothing(row, sum, unit);
+    float lse = lse_of(row, sum, unit);
 #if FLEX
     if (p.num_parts > 1) {
         const long long at = (((long long)part * p.b + s.b_idx) * p.h + head) * p.len_q + i;

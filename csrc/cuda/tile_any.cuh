@@ -328,6 +328,15 @@ DEVICE void accumulate(float (&o)[BLOCKS][COLUMNS][4], const float (&w)[BLOCKS][
     }
 }
 
+/* Weights of pairs that do not see each other may lie in shared memory as -0. Other weights are never -0 there. */
+constexpr u32 UNSEEN = 0x8000;
+
+/* Marks such pairs among two weights. Bit 0 of `seen` is that of the low one. */
+DEVICE u32 mark_unseen(u32 pair, u32 seen) {
+    const u32 low = pair & 0xffff, high = pair >> 16;
+    return (!(seen & 1) ? UNSEEN : low == UNSEEN ? 0 : low) | (!(seen & 2) ? UNSEEN : high == UNSEEN ? 0 : high) << 16;
+}
+
 /* Stores row l / 4 + 8 half of a block of O times `weight`, `columns` elements. If is_zero is set, the row becomes
  * zeros whatever O holds. */
 DEVICE void store_row(const fa_cuda_problem &p, element::output *row, const float (&o)[COLUMNS][4], int half,

@@ -12,7 +12,7 @@ static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = fa_cuda_fwd_sm90,         [FA_BWD_SM90] = fa_cuda_bwd_sm90, [FA_BWD_WIDE_SM90] = fa_cuda_bwd_sm90,
     [FA_FWD_ANY] = fa_cuda_fwd_any,           [FA_BWD_ANY] = fa_cuda_bwd_any,   [FA_DECODE_SM90] = fa_cuda_decode,
     [FA_FWD_FP8_SM90] = fa_cuda_fwd_fp8_sm90, [FA_BWD_SM80] = fa_cuda_bwd_sm80, [FA_FWD_SM80] = fa_cuda_fwd_sm80,
-    [FA_DECODE_SM80] = fa_cuda_decode,
+    [FA_DECODE_SM80] = fa_cuda_decode,        [FA_FWD_SHORT] = fa_cuda_short,   [FA_BWD_SHORT] = fa_cuda_short,
 };
 
 /* The kernels of these families fill the rows that belong to no sequence. */

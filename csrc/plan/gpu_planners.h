@@ -10,7 +10,7 @@
  * The caller has set the plan's pass and device. */
 typedef const char *fa_cuda_planner(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
 fa_cuda_planner fa_plan_decode_sm90, fa_plan_fwd_sm90, fa_plan_fwd_fp8_sm90, fa_plan_bwd_sm90, fa_plan_fwd_any,
-    fa_plan_decode_sm80, fa_plan_fwd_sm80, fa_plan_bwd_sm80, fa_plan_bwd_any;
+    fa_plan_decode_sm80, fa_plan_fwd_sm80, fa_plan_bwd_sm80, fa_plan_bwd_any, fa_plan_fwd_short, fa_plan_bwd_short;
 
 /* Microseconds of an H100 for few queries over many keys, with the row of attn_fwd_sm90 that suits the call best. If
  * num_splits is given, of an SM for a key of one key head. HUGE_VAL: there is no row. */

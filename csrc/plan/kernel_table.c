@@ -217,6 +217,27 @@ static bool bwd_sm80_chooses(int row, unsigned features) {
     return !is_bf16 || row == 0 || fa_bwd_sm80_row(row - 1)->groups == 1;
 }
 
+/* ---- attn_fwd_short, attn_bwd_short ------------------------------------------------------------------------------ */
+
+/* The units of a CTA have SHORT_ROWS rows together. */
+#define SHORT_ROWS 64
+#define SHORT_ROW(name, d, rows, ctas, shared_bytes) \
+    {name "_d" #d "_q" #rows "kv" #rows, {d, rows, ctas}, FA_SCORE | FA_DROPOUT, SHORT_ROWS * (shared_bytes)},
+
+static const fa_row fwd_short_rows[] = {
+#define FA_FWD_TILE_SHORT(d, rows, ctas) SHORT_ROW("attn_fwd_short", d, rows, ctas, 3 * PADDED_ROW(d, 2))
+#include "cuda/tiles.def"
+};
+static const fa_row bwd_short_rows[] = {
+#define FA_BWD_TILE_SHORT(d, rows, ctas) \
+    SHORT_ROW("attn_bwd_short", d, rows, ctas, 4 * PADDED_ROW(d, 2) + 2 * PADDED_ROW(rows, 2))
+#include "cuda/tiles.def"
+};
+
+const fa_short_columns *fa_short_row(fa_family_id family, int row) {
+    return (const fa_short_columns *)fa_families[family].rows[row].columns;
+}
+
 /* ---- the generic kernels ----------------------------------------------------------------------------------------- */
 
 #define ROWS_OF_2x1 32
@@ -421,7 +442,8 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                           .num_rows = NUM_ROWS(bwd_prep_rows),
                           .chooses = always_chooses},
     [FA_FWD_ANY] = {.name = "attn_fwd_any",
-                    .files = FILES("attn_fwd_any.cu", "rows_any.cuh", "sinks.cuh", TILE_ANY_FILES, FLEX_FILES),
+                    .files = FILES("attn_fwd_any.cu", "softmax_any.cuh", "rows_any.cuh", "sinks.cuh", TILE_ANY_FILES,
+                                   FLEX_FILES),
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
                     .knows = ANY_KNOWS | FA_IN_E4M3 | FA_FLEX,
                     .rows = fwd_any_rows,
@@ -470,6 +492,21 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                         .rows = bwd_dq_sm80_rows,
                         .num_rows = NUM_ROWS(bwd_dq_sm80_rows),
                         .chooses = bwd_sm80_chooses},
+    [FA_FWD_SHORT] = {.name = "attn_fwd_short",
+                      .files = FILES("attn_fwd_short.cu", "short_units.cuh", "softmax_any.cuh", "rows_any.cuh",
+                                     "quads.cuh", "sinks.cuh", TILE_ANY_FILES),
+                      .columns = {"HEAD_DIM", "UNIT_ROWS", "CTAS"},
+                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
+                      .rows = fwd_short_rows,
+                      .num_rows = NUM_ROWS(fwd_short_rows),
+                      .chooses = always_chooses},
+    [FA_BWD_SHORT] = {.name = "attn_bwd_short",
+                      .files = FILES("attn_bwd_short.cu", "short_units.cuh", "quads.cuh", TILE_ANY_FILES),
+                      .columns = {"HEAD_DIM", "UNIT_ROWS", "CTAS"},
+                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
+                      .rows = bwd_short_rows,
+                      .num_rows = NUM_ROWS(bwd_short_rows),
+                      .chooses = always_chooses},
     [FA_FLEX_BLOCKS] = {.name = "flex_blocks",
                         .files = FILES("flex_blocks.cu", "flex_map.cuh", BLOCKS_FILES),
                         .rows = flex_blocks_rows,

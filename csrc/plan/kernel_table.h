@@ -68,6 +68,8 @@ typedef enum {
     FA_BWD_SM80,
     FA_BWD_DQ_SM80, /* runs after FA_BWD_SM80, with the same rows */
     FA_DECODE_SM80, /* the text of FA_DECODE_SM90 */
+    FA_FWD_SHORT,
+    FA_BWD_SHORT,
     FA_NUM_FAMILIES
 } fa_family_id;
 
@@ -129,6 +131,12 @@ typedef struct {
     int d, block_q, block_kv, warps, groups, blocks, chunk, stages, k_regs, v_regs, kept, ahead, ctas;
 } fa_bwd_sm80_columns;
 const fa_bwd_sm80_columns *fa_bwd_sm80_row(int row);
+
+/* The columns of attn_fwd_short and attn_bwd_short. */
+typedef struct {
+    int d, rows, ctas;
+} fa_short_columns;
+const fa_short_columns *fa_short_row(fa_family_id family, int row);
 
 /* The columns of the generic kernels. Behind a row of dQ lie the rows of dK and dV, or one row for both. Tiles in
  * shared memory have elements of factor_bytes bytes. */

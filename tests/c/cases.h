@@ -61,6 +61,8 @@ static bool has_16_bytes;
 
 /* Are calls so long that all rows of most tiles see them whole? They have a mask or none, and no other option. */
 static bool has_whole_tiles;
+/* The same, dense, with up to 64 queries and keys. */
+static bool is_short;
 
 static tensor tensor_of(fa_dtype dtype, int64_t columns, int64_t b, int64_t rows, int64_t h, tensor_layout layout,
                         bool at_end) {
@@ -239,7 +241,7 @@ static void draw_masks(test_case *c, random_source *r, random_source *more) {
  * unused keys. */
 static void draw_placement(test_case *c, random_source *r, random_source *more) {
     fa_problem *p = &c->p;
-    int64_t kind = random_below(r, p->pass == FA_FWD && !has_whole_tiles ? 5 : 2), cache_rows = p->b;
+    int64_t kind = random_below(r, is_short ? 1 : p->pass == FA_FWD && !has_whole_tiles ? 5 : 2), cache_rows = p->b;
     p->total_q = p->b * p->len_q, p->total_kv = p->b * p->len_kv;
     if (kind == 1 || kind == 2) {
         p->cu_seqlens_q = random_cu_seqlens(r, p->b, p->len_q, c->at_end);
@@ -355,6 +357,11 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
         p->b = 1, p->h = p->h_kv = 1 + random_below(r, 2);
         p->d = p->d_v = head_dims_of_tiles[seed % (uint64_t)COUNT(head_dims_of_tiles)];
     }
+    if (is_short) { /* some calls have fewer key heads */
+        p->b = 1 + random_below(r, 5);
+        p->h = p->h_kv * (seed % 8 ? 1 : 2);
+        p->d = p->d_v = 8 * (1 + (int64_t)(seed % 16));
+    }
     p->len_q = has_whole_tiles ? (p->pass == FA_FWD ? 256 : 70) + random_below(r, 60) : random_length(r);
     p->len_kv = has_whole_tiles        ? (p->pass == FA_FWD ? 70 : 256) + random_below(r, 120)
                 : random_chance(r, 30) ? p->len_q
@@ -364,6 +371,11 @@ static inline test_case case_make(uint64_t seed, fa_pass pass, fa_dtype dtype) {
     if (is_narrow) p->len_q = p->len_q / 64 * 64 + random_below(r, 3), p->len_kv = p->len_kv / 96 * 96 + 96;
     if (p->d <= 33 && random_chance(r, 20))
         p->len_kv = 1024 + random_below(r, 400); /* the backward then has several ranges of keys */
+    if (is_short) {
+        const int64_t most = 16 << random_below(r, 3);
+        p->len_q = 1 + random_below(r, most);
+        p->len_kv = random_chance(r, 30) ? p->len_q : 1 + random_below(r, most);
+    }
     while (!has_whole_tiles && p->b * p->h * p->len_q * p->len_kv * (p->d + p->d_v) / 2 > most_work)
         p->len_q = p->len_q * 2 / 3;
     draw_placement(&c, r, &more);

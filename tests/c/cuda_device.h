@@ -128,7 +128,7 @@ static CUresult launch(const CUlaunchConfig *config, CUfunction function, void *
             shape.cluster = (unsigned)config->attributes[i].value[0];
     if (config->block_y * config->block_z != 1 || shape.grid_x % shape.cluster) return 1;
     /* CTAs of generic attention kernels take turns. */
-    if (config->num_attributes == 0 && shape.grid_y == 1 && shape.grid_x > 60 && shape.shared_bytes > 0)
+    if (config->num_attributes == 0 && shape.grid_y == 1 && shape.grid_x > 60 && shape.shared_bytes > 0 && !is_short)
         shape.grid_x = 60;
     memcpy(&kernel, &function, sizeof kernel);
     emulate_launch(kernel, parameters[0], &shape);
@@ -166,8 +166,9 @@ static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     run->call = (fa_cuda_call){&run->problem, &run->plan, false, workspace, &gpu, &driver, NULL};
 }
 
-/* Problems that attn_fwd_sm80 and attn_bwd_sm80 have served, and how many of these walk some heads together. */
-static int num_sm80[2], num_together[2], num_decodes;
+/* Problems that attn_fwd_sm80 and attn_bwd_sm80 have served, and how many of these walk some heads together. Problems
+ * of attn_fwd_short and attn_bwd_short, and of the decode kernels. */
+static int num_sm80[2], num_together[2], num_short[2], num_decodes;
 
 static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     cuda_run run;
@@ -175,12 +176,15 @@ static inline void run_on_cuda(const fa_problem *p, bool at_end) {
     cuda_run_make(&run, p, at_end);
     const bool is_sm80 = run.plan.gpu.family == FA_FWD_SM80 || run.plan.gpu.family == FA_BWD_SM80;
     const bool is_decode = run.plan.gpu.family == FA_DECODE_SM90 || run.plan.gpu.family == FA_DECODE_SM80;
+    const bool runs_short = run.plan.gpu.family == FA_FWD_SHORT || run.plan.gpu.family == FA_BWD_SHORT;
     fa_cuda_launcher *const launcher = is_decode           ? fa_cuda_decode
+                                       : runs_short        ? fa_cuda_short
                                        : p->pass == FA_FWD ? is_sm80 ? fa_cuda_fwd_sm80 : fa_cuda_fwd_any
                                        : is_sm80           ? fa_cuda_bwd_sm80
                                                            : fa_cuda_bwd_any;
     num_decodes += is_decode;
     num_sm80[p->pass] += is_sm80;
+    num_short[p->pass] += runs_short;
     num_together[p->pass] += is_sm80 && run.plan.gpu.group_heads > 1;
     if (fa_cuda_run_aligned(&run.call, launcher, &err)) fail_msg("%s", err.text);
 }

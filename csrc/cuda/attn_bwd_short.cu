@@ -1,0 +1,286 @@
+/* Attention backward of short sequences, as attn_fwd_short.cu has it:
+ *
+ *   P_ij = exp(s_ij - lse_i)    dP = dO V^T    dS = P (z dP - delta) ds/dqk    delta = rowsum(dO O)    z: dropout
+ *   dQ = scale dS K             dK = scale dS^T Q             dV = (z P)^T dO
+ *
+ *   q, o, dO, dQ [b, len_q, h, d]    k, v, dK, dV [b, len_kv, h, d]    lse, delta [b, h, len_q] float
+ *
+ * A unit of 1, 2 or 4 warps takes one head of one sequence (short_units.cuh). It has all queries and all keys of the
+ * head, so no sum passes through memory, and no kernel runs before or after. Each warp makes P and dS of its 16
+ * queries, and dQ of them. Through shared memory P and dS reach the warps that have their keys:
+ *
+ *   load Q, K, V, dO, O | delta | wait | S = Q K^T | dP = dO V^T | P, dS | store P, dS | dQ | wait | dV | dK
+ *
+ * Every key head has one query head. Memory binds.
+ *
+ * Pairs that do not see each other, and rows that saw no key, are left out and never multiplied by zero: beside NaN or
+ * inf all products go through FMAs that skip such pairs.
+ *
+ * Specification: ../cpu/reference.c. Design and measurements: short.md. */
+#ifndef KERNEL
+#define KERNEL attn_bwd_short
+#endif
+
+#include "short_units.cuh"
+#include "quads.cuh"
+
+constexpr int WEIGHTS_PITCH = UNIT_ROWS + 8; /* like PITCH */
+
+struct unit_memory {
+    factor q[UNIT_ROWS * PITCH], k[UNIT_ROWS * PITCH], v[UNIT_ROWS * PITCH], dout[UNIT_ROWS * PITCH];
+    factor p[UNIT_ROWS * WEIGHTS_PITCH], ds[UNIT_ROWS * WEIGHTS_PITCH]; /* [query, key] */
+};
+
+/* ---- delta ----------------------------------------------------------------------------------------------------- */
+
+/* The lane's own pieces of O, as load_own_rows copies those of other tensors. */
+DEVICE void read_own_rows(uint4 (&pieces)[OWN_PIECES], const factor *rows, const long long &stride, int num_rows,
+                          int columns) {
+    const int top = first_row_of_warp() + top_of_lane(), left = left_of_lane();
+    const int num_own = left < columns ? num_rows - top : 0;
+#pragma unroll
+    for (int i = 0; i < OWN_PIECES; i++)
+        pieces[i] =
+            i * STEP < num_own ? *(const uint4 *)(rows + (top + i * STEP) * stride + left) : make_uint4(0, 0, 0, 0);
+}
+
+DEVICE float dot(const uint4 &a, const uint4 &b) {
+    const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float x_0, x_1, y_0, y_1;
+        unpack_x2<factor>(x[i], x_0, x_1), unpack_x2<factor>(y[i], y_0, y_1);
+        sum = fmaf(x_0, y_0, fmaf(x_1, y_1, sum));
+    }
+    return sum;
+}
+
+/* Returns dO O of the lane's rows lane / 4 and lane / 4 + 8. dO has come to shared memory. Whole warp. */
+DEVICE float2 own_delta(const uint4 (&o)[OWN_PIECES], const factor *dout) {
+    const factor *own = dout + (first_row_of_warp() + top_of_lane()) * PITCH + left_of_lane();
+    float2 delta = {0, 0};
+#pragma unroll
+    for (int i = 0; i < OWN_PIECES; i++) {
+        float sum = 0;
+        if (LANES == PIECES || left_of_lane() < HEAD_DIM) sum = dot(o[i], *(const uint4 *)(own + i * STEP * PITCH));
+#pragma unroll
+        for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(WHOLE_WARP, sum, step);
+        const int row = lane() / 4; /* lanes LANES r to LANES r + LANES - 1 have row i STEP + r */
+        const float of_row = __shfl_sync(WHOLE_WARP, sum, row % STEP * LANES);
+        if (row / STEP == i) delta.x = of_row;
+        if ((row + 8) / STEP == i) delta.y = of_row;
+    }
+    return delta;
+}
+
+/* ---- weights --------------------------------------------------------------------------------------------------- */
+
+/* The lse in powers of 2, and the delta, of the lane's two rows. An lse of inf means that the row saw no key, or does
+ * not exist. */
+struct row_stats {
+    float lse[2], delta[2];
+};
+
+/* The keys that a row sees: [begin, end). */
+DEVICE interval keys_of_row(const fa_cuda_problem &p, const sequence &s, int i, float lse) {
+    return {first_key_of_window(p, s, i), lse == INF ? 0 : end_key_of_window(p, s, i)};
+}
+
+/* Bit 4 n + e says that the row of element e of fragment n sees the key. */
+DEVICE u32 seen_pairs(const fa_cuda_problem &p, const sequence &s, int row, const row_stats &rows) {
+    u32 seen = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const interval keys = keys_of_row(p, s, row + lane() / 4 + 8 * half, rows.lse[half]);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int j = 8 * n + 2 * (lane() % 4) + e;
+                seen |= (u32)(j >= keys.begin && j < keys.end) << (4 * n + 2 * half + e);
+            }
+    }
+    return seen;
+}
+
+/* S and dP [16, UNIT_ROWS] of the warp's rows from `row` on become z P and dS. MASKED: some pairs do not see each
+ * other, or do not exist, and their weights become 0. */
+template <bool MASKED>
+DEVICE void make_weights(const fa_cuda_problem &p, const sequence &s, int head, int row, const row_stats &rows,
+                         float (&x)[N][4], float (&dp)[N][4]) {
+    const scorer score(p, s, head);
+    const float scale_log2 = (SCORE ? 1 : p.scale) * LOG2_E;
+    const u32 kept = DROPOUT ? dropout(p, s.b_idx, head).kept_rows_are_queries<N>(row, 0) : ~0u;
+    const int left = 2 * (lane() % 4);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = row + lane() / 4 + 8 * half;
+        const interval keys = MASKED ? keys_of_row(p, s, i, rows.lse[half]) : interval{0, UNIT_ROWS};
+        const u32 offset = left - keys.begin, num = max(keys.end - keys.begin, 0);
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; e++) {
+                float derivative = 1, y = x[n][e];
+                if (SCORE) y = score(y, i, 8 * n + left + e % 2, derivative);
+                y = fmaf(y, scale_log2, -rows.lse[half]);
+                const bool sees = !MASKED || offset + (8 * n + e % 2) < num;
+                const float prob = sees ? ex2(y) : 0, z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
+                float change = prob * ((DROPOUT ? z * dp[n][e] : dp[n][e]) - rows.delta[half]);
+                if (SCORE) change *= derivative;
+                x[n][e] = DROPOUT ? prob * z : prob;
+                dp[n][e] = sees ? change : 0;
+            }
+    }
+}
+
+/* Stores weights of the warp's rows. MARKS: pairs that do not see each other are marked. */
+template <bool MARKS> DEVICE void store_weights(factor *weights, const float (&x)[N][4], u32 seen) {
+    u32 *own = (u32 *)(weights + (first_row_of_warp() + lane() / 4) * WEIGHTS_PITCH + 2 * (lane() % 4));
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32 pair = cvt_x2<factor>(x[n][2 * half], x[n][2 * half + 1]);
+            own[half * (8 * WEIGHTS_PITCH / 2) + 4 * n] = MARKS ? mark_unseen(pair, seen >> (4 * n + 2 * half)) : pair;
+        }
+}
+
+/* ---- dV and dK ------------------------------------------------------------------------------------------------- */
+
+/* Makes dV or dK [16, HEAD_DIM] = W^T B of the warp's keys from `key` on. W [query, key] and B lie in shared memory. */
+DEVICE void multiply_transposed(float (&o)[1][COLUMNS][4], const factor *weights, int key, const factor *b) {
+    constexpr int BYTES = factor::BYTES;
+    const int l = lane();
+    const u32 w_row = smem_address(weights + (l / 16 * 8 + l % 8) * WEIGHTS_PITCH + key + l / 8 % 2 * 8);
+    const u32 b_row = smem_address(b + l % 16 * PITCH + l / 16 * 8);
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) o[0][c][0] = o[0][c][1] = o[0][c][2] = o[0][c][3] = 0;
+#pragma unroll
+    for (int k = 0; k < UNIT_ROWS / 16; k++) {
+        u32 a[4];
+        ldmatrix_x4_trans(a, w_row + 16 * k * WEIGHTS_PITCH * BYTES);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c += 2) {
+            u32 b_regs[4];
+            ldmatrix_x4_trans(b_regs, b_row + (16 * k * PITCH + 8 * c) * BYTES);
+            mma_m16n8k16<factor>(o[0][c], a, b_regs[0], b_regs[1]);
+            mma_m16n8k16<factor>(o[0][c + 1], a, b_regs[2], b_regs[3]);
+        }
+    }
+}
+
+/* Does the same by FMAs that skip the marked pairs. */
+DEVICE void multiply_seen(float (&o)[1][COLUMNS][4], const factor *weights, int key, const factor *b) {
+    float w[1][N][4];
+    u32 seen[1] = {0};
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) o[0][c][0] = o[0][c][1] = o[0][c][2] = o[0][c][3] = 0;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const factor x = weights[(8 * n + 2 * (lane() % 4) + e % 2) * WEIGHTS_PITCH + key + lane() / 4 + e / 2 * 8];
+            seen[0] |= (u32)(x.bits != UNSEEN) << (4 * n + e);
+            w[0][n][e] = cvt_f32(x);
+        }
+    accumulate_by_fma<false>(o, w, b, seen);
+}
+
+DEVICE void store_gradient(const fa_cuda_view &result, const float (&x)[1][COLUMNS][4], float weight, int b_idx,
+                           int head, int row, int num_rows, int d) {
+    const float weights[2] = {weight, weight};
+    store_rows((const float (&)[4 * COLUMNS]) x[0], weights,
+               (element::output *)result.data + b_idx * result.stride_b + head * result.stride_h, result.stride_row,
+               row, num_rows, d);
+}
+
+/* dV and dK of the warp's keys. */
+DEVICE void make_key_gradients(const fa_cuda_problem &p, const unit_memory &unit, const unit_place &at, int key,
+                               bool is_exact) {
+    float sums[1][COLUMNS][4];
+    const auto make = [&](const factor *weights, const factor *rows, const fa_cuda_view &result, float weight) {
+        if (!result.data) return;
+        if (is_exact)
+            multiply_seen(sums, weights, key, rows);
+        else
+            multiply_transposed(sums, weights, key, rows);
+        store_gradient(result, sums, weight, at.b_idx, at.head, key, p.len_kv, p.d);
+    };
+    make(unit.p, unit.dout, p.dv, 1);
+    make(unit.ds, unit.q, p.dk, p.scale);
+}
+
+/* ---- a unit ---------------------------------------------------------------------------------------------------- */
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {
+    extern __shared__ __align__(16) char memory[];
+    unit_memory &unit = ((unit_memory *)memory)[unit_of_warp()];
+    const long long idx = (long long)blockIdx.x * UNITS + unit_of_warp();
+    if (idx >= (long long)p.b * p.h) return;
+    const unit_place at = unit_at(p, idx);
+    const sequence s = {at.b_idx, 0, p.len_q, p.len_kv, at.b_idx, 0, p.len_kv, nullptr};
+    const int row = first_row_of_warp();
+    const auto load = [&](factor *tile, const fa_cuda_view &view, int num_rows) {
+        load_own_rows(tile, (const factor *)view.data + at.b_idx * view.stride_b + at.head * view.stride_h,
+                      view.stride_row, num_rows, p.d);
+    };
+    load(unit.q, p.q, s.len_q), load(unit.k, p.k, s.len_kv), load(unit.v, p.v, s.len_kv);
+    load(unit.dout, p.dout, s.len_q);
+    uint4 o[OWN_PIECES];
+    read_own_rows(o, (const factor *)p.o.data + query_offset(p.o, s, 0, at.head), p.o.stride_row, s.len_q, p.d);
+    row_stats rows;
+    bool is_silent = false; /* some row saw no key, or only scores of -inf */
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = row + lane() / 4 + 8 * half;
+        const float lse = i < s.len_q ? *row_stat(p.lse, s, i, at.head) : INF;
+        rows.lse[half] = fabsf(lse) == INF ? INF : lse * LOG2_E;
+        is_silent |= i < s.len_q && fabsf(lse) == INF;
+    }
+
+    const tile_walk keys = keys_of(p, s, 0, s.len_q - 1);
+    const bool hides = any_in_unit(is_silent) || keys.full_begin > 0 || keys.full_end < s.len_kv;
+    const bool is_masked = hides || s.len_q < UNIT_ROWS || s.len_kv < UNIT_ROWS;
+    cp_async_wait_all();
+    const float2 delta = own_delta(o, unit.dout);
+    rows.delta[0] = rows.lse[0] == INF ? 0 : delta.x, rows.delta[1] = rows.lse[1] == INF ? 0 : delta.y;
+    const bool is_exact = any_in_unit(hides && (own_has_nan_or_inf(unit.q) || own_has_nan_or_inf(unit.k) ||
+                                                own_has_nan_or_inf(unit.v) || own_has_nan_or_inf(unit.dout)));
+    if (row < s.len_q) {
+        float x[1][N][4], dp[1][N][4], dq[1][COLUMNS][4] = {};
+        multiply_rows(x, unit.q + row * PITCH, unit.k);
+        multiply_rows(dp, unit.dout + row * PITCH, unit.v);
+        if (is_masked)
+            make_weights<true>(p, s, at.head, row, rows, x[0], dp[0]);
+        else
+            make_weights<false>(p, s, at.head, row, rows, x[0], dp[0]);
+        u32 seen[1];
+        if (is_exact) {
+            seen[0] = seen_pairs(p, s, row, rows);
+            store_weights<true>(unit.p, x[0], seen[0]), store_weights<true>(unit.ds, dp[0], seen[0]);
+        } else {
+            store_weights<false>(unit.p, x[0], 0), store_weights<false>(unit.ds, dp[0], 0);
+        }
+        if (lane() % 4 == 0)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int i = row + lane() / 4 + 8 * half;
+                if (i < s.len_q) *row_stat(p.softmax_d, s, i, at.head) = rows.delta[half];
+            }
+        if (p.dq.data) {
+            if (is_exact)
+                accumulate_by_fma<false>(dq, dp, unit.k, seen);
+            else
+                accumulate(dq, dp, unit.k);
+            store_gradient(p.dq, dq, p.scale, at.b_idx, at.head, row, s.len_q, p.d);
+        }
+    } else {
+        /* The rows do not exist, but the products below read their weights. */
+        const float none[N][4] = {};
+        store_weights<true>(unit.p, none, 0), store_weights<true>(unit.ds, none, 0);
+    }
+    meet_in_unit();
+    if (row < s.len_kv) make_key_gradients(p, unit, at, row, is_exact);
+}

@@ -1,0 +1,296 @@
+"""Kernels of short sequences: calls of up to 64 queries and keys. The oracle and the tolerances are those of other
+kernels."""
+
+import random
+from dataclasses import replace
+
+import flash_attn_2_cuda
+import pytest
+import torch
+from cases import BOTH, Case
+from harness_cuda import (
+    HALF,
+    check_extremes,
+    found_plainly,
+    no_gpu,
+    poisoned_repeats,
+    run,
+    verify,
+    with_extremes,
+)
+
+import flash_attn
+from flash_attn import explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import _flash_attn_backward
+
+on_gpu = pytest.mark.skipif(bool(no_gpu()), reason=no_gpu() or "a GPU is here")
+
+
+@pytest.fixture
+def short_kernels():
+    """The forward on a Hopper leaves more than 32 rows to another kernel, unless that is ruled out."""
+    flash_attn_2_cuda.set_cuda_kernels("any,short")
+    yield
+    flash_attn_2_cuda.set_cuda_kernels(None)
+
+
+# ---- which calls ----------------------------------------------------------------------------------------------------
+
+
+def names_of(len_q, len_kv, d, archs="sm_90a", h_kv=4, dtype=torch.bfloat16, **options):
+    q, k, v = (
+        torch.empty(3, n, h, d, device="meta", dtype=dtype, requires_grad=True)
+        for n, h in ((len_q, 4), (len_kv, h_kv), (len_kv, h_kv))
+    )
+    kernels = flash_attn.prebuild_call(flash_attn_func, q, k, v, archs=archs, compiles=False, **options)
+    return [kernel.name for kernel in kernels]
+
+
+@pytest.mark.parametrize(
+    ("call", "tile"),
+    [
+        ((1, 1, 8), "d32_q16kv16"),
+        ((16, 16, 40), "d48_q16kv16"),
+        ((17, 1, 64), "d64_q32kv32"),
+        ((1, 32, 72), "d80_q32kv32"),
+        ((32, 32, 128), "d128_q32kv32"),
+        ((9, 9, 136), "d160_q16kv16"),
+    ],
+    ids=str,
+)
+def test_short_calls_have_kernels_of_their_own(call, tile):
+    for archs in ("sm_80", "sm_90a", "sm_120"):
+        assert names_of(*call, archs=archs) == [f"attn_{way}_short_bf16_{tile}" for way in ("fwd", "bwd")]
+    assert names_of(*call, dropout_p=0.1, softcap=3.0) == [
+        f"attn_{way}_short_bf16_{tile}_score_dropout" for way in ("fwd", "bwd")
+    ]
+
+
+def test_64_rows():
+    """Hopper's own forward is faster. The backward is not."""
+    names = names_of(33, 64, 64)
+    assert names[0].startswith("attn_fwd_sm90") and names[1:] == ["attn_bwd_short_bf16_d64_q64kv64"]
+    assert names_of(64, 64, 96, archs="sm_86") == ["attn_fwd_short_bf16_d96_q64kv64", "attn_bwd_short_bf16_d96_q64kv64"]
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        ((65, 65, 64), {}),
+        ((16, 65, 64), {}),
+        ((16, 16, 168), {}),
+        ((16, 16, 64), {"dtype": torch.float32}),
+        ((64, 64, 160), {"archs": "sm_86"}),  # its SMs have no room for the backward's tiles
+    ],
+    ids=str,
+)
+def test_other_calls(call, options):
+    assert "bwd_short" not in " ".join(names_of(*call, **options))
+
+
+def test_fewer_key_heads_have_the_forward_alone():
+    names = names_of(16, 16, 64, h_kv=2)
+    assert names[0] == "attn_fwd_short_bf16_d64_q16kv16" and not any("bwd_short" in name for name in names)
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def random_case(seed):
+    source = random.Random(seed)
+    most = source.choice((16, 32, 64))
+    lengths = source.randint(1, most), source.choice((most, source.randint(1, most)))
+    return Case(
+        *(lengths if source.random() < 0.5 else lengths[::-1]),
+        b=source.randint(1, 9),
+        h=source.randint(1, 5),
+        d=8 * source.randint(1, 20),
+        dtype=source.choice(HALF),
+        scale=source.choice((None, None, 0.3, -0.2)),
+        causal=source.random() < 0.3,
+        window=source.choice(((-1, -1), (-1, -1), (3, 5), (0, 0), (-1, 7), (9, -1))),
+        softcap=source.choice((0.0, 0.0, 2.0)),
+        alibi=source.choice(("", "", "h", "bh")),
+        dropout=source.choice((0.0, 0.0, 0.2)),
+        layout=source.choice(("padded", "heads_first")),
+        seed=seed,
+    )
+
+
+@on_gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls(seed, short_kernels):
+    case = random_case(seed)
+    verify(case, backward=True)
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", (16, 32, 64))
+@pytest.mark.parametrize("d", (32, 48, 64, 80, 96, 128, 160))
+@pytest.mark.parametrize("causal", BOTH)
+def test_whole_tiles(rows, d, causal, short_kernels):
+    """More sequences than fit on a GPU at once, and heads that are no multiple of a CTA's units."""
+    case = Case(rows, rows, b=41, h=13, d=d, dtype="bf16", causal=causal)
+    q = torch.empty(41, rows, 13, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    plan = explain(flash_attn_func, q, q, q, causal=causal)
+    assert plan.kernel.startswith("attn_fwd_short") and plan.backward.kernel.startswith("attn_bwd_short")
+    verify(case, backward=True)
+
+
+@on_gpu
+def test_fewer_key_heads(short_kernels):
+    for h_kv in (1, 2, 3):
+        verify(Case(30, 20, b=3, h=6, h_kv=h_kv, d=64, dtype="bf16"), backward=True)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("d", (32, 64, 128, 160))
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"window": (9, 4)}), ids=str)
+@pytest.mark.parametrize("lengths", ((13, 16), (30, 31), (64, 64)), ids=str)
+def test_extremes_that_are_seen(lengths, options, d, dtype, short_kernels):
+    q, k, v = with_extremes(*lengths, d, dtype)
+    asked = {"window_size" if key == "window" else key: x for key, x in options.items()}
+    out, lse, _ = flash_attn_func(*(x.cuda()[None] for x in (q, k, v)), return_attn_probs=True, **asked)
+    check_extremes(str(options), out[0], lse[0], v, *found_plainly(q, k, v, **options))
+
+
+@on_gpu
+def test_dropout_is_that_of_other_kernels():
+    for d, lengths in ((64, (16, 16)), (32, (20, 31)), (128, (64, 50))):
+        case = Case(*lengths, d=d, dtype="bf16", dropout=0.3)
+        found = []
+        for kernels in ("any,short", "any"):
+            flash_attn_2_cuda.set_cuda_kernels(kernels)
+            torch.cuda.manual_seed(3)
+            found.append(run(case, backward=True))
+        flash_attn_2_cuda.set_cuda_kernels(None)
+        assert found[0][1] == found[1][1]  # seed and offset
+        for x, y in zip(*(one[0].whole for one in found)):
+            torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+
+
+def randn(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", (16, 31, 64))
+def test_every_element_is_written_with_the_same_bits(rows, short_kernels):
+    torch.manual_seed(0)
+    q, k, v, dout = (randn(300, rows, 5, 64) for _ in range(4))
+
+    def call():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, causal=True)
+        return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    poisoned_repeats(call, 50)
+
+
+@on_gpu
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+@pytest.mark.parametrize("rows", (12, 27, 60))
+def test_nan_reaches_only_what_sees_it(bad, rows, short_kernels):
+    """NaN and inf in the last key and value, and in the first query and its dO. A causal mask hides the last key from
+    all rows but the last. Other heads and sequences see nothing of it."""
+    torch.manual_seed(0)
+    leaves = [randn(3, rows, 4, 64).requires_grad_() for _ in range(3)]
+    dout = randn(3, rows, 4, 64)
+    clean = flash_attn_func(*leaves, causal=True)
+    wanted = clean, *torch.autograd.grad(clean, leaves, dout)
+    with torch.no_grad():
+        leaves[1][1, -1, 2, 5] = leaves[2][1, -1, 2, 6] = bad
+    out = flash_attn_func(*leaves, causal=True)
+    found = out, *torch.autograd.grad(out, leaves, dout)
+    for x, y in zip(found[:2], wanted[:2]):  # out and dq of rows before the last: they multiply weights in fp32
+        torch.testing.assert_close(x[:, : rows - 1], y[:, : rows - 1], atol=2e-2, rtol=2e-2)
+    for x, y in zip(found, wanted):
+        others = torch.ones(3, 4, dtype=torch.bool, device="cuda")
+        others[1, 2] = False
+        assert torch.equal(x.transpose(1, 2)[others], y.transpose(1, 2)[others])
+    assert not found[0][1, -1, 2].isfinite().all()
+    with torch.no_grad():
+        leaves[1][1, -1, 2, 5] = leaves[2][1, -1, 2, 6] = 0
+        dout[1, 0, 2, 3] = bad
+    out = flash_attn_func(*leaves, causal=True)
+    dk, dv = torch.autograd.grad(out, leaves[1:], dout)
+    assert dk[:, 1:].isfinite().all() and dv[:, 1:].isfinite().all() and not dv[1, 0, 2].isfinite().all()
+
+
+@on_gpu
+def test_gradients_that_nobody_wants(short_kernels):
+    torch.manual_seed(0)
+    q, k, v, dout = (randn(4, 20, 2, 64) for _ in range(4))
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    want = [torch.empty_like(q) for _ in range(3)]
+    _flash_attn_backward(dout, q, k, v, out, lse, *want, 0.0, 64**-0.5, False, -1, -1, 0.0, None, False)
+    for i in range(3):
+        leaves = [x.clone().requires_grad_(i == at) for at, x in enumerate((q, k, v))]
+        flash_attn_func(*leaves).backward(dout)
+        assert torch.equal(leaves[i].grad, want[i])
+
+
+@on_gpu
+def test_no_sequences(short_kernels):
+    leaves = [randn(0, 9, 2, 64).requires_grad_() for _ in range(3)]
+    out = flash_attn_func(*leaves)
+    out.sum().backward()
+    assert out.shape == (0, 9, 2, 64) and all(x.grad.shape == out.shape for x in leaves)
+
+
+@on_gpu
+def test_no_keys_and_no_queries(short_kernels):
+    q, k = randn(3, 9, 2, 64).requires_grad_(), randn(3, 0, 2, 64).requires_grad_()
+    out = flash_attn_func(q, k, k)
+    out.sum().backward()
+    assert not out.any() and not q.grad.any()
+    out = flash_attn_func(k, q, q)
+    q.grad = None
+    out.sum().backward()
+    assert out.shape == (3, 0, 2, 64) and not q.grad.any()
+
+
+@on_gpu
+def test_sinks_and_their_gradient(short_kernels):
+    torch.manual_seed(0)
+    q, k, v = (randn(5, 20, 3, 64).requires_grad_() for _ in range(3))
+    sinks = torch.randn(3, device="cuda", requires_grad=True)
+    out = flash_attn_func(q, k, v, causal=True, sinks=sinks)
+    found = torch.autograd.grad(out, (q, k, v, sinks), torch.ones_like(out))
+    flash_attn_2_cuda.set_cuda_kernels("any")
+    other = flash_attn_func(q, k, v, causal=True, sinks=sinks)
+    torch.testing.assert_close(out, other, atol=1e-2, rtol=1e-2)
+    for x, y in zip(found, torch.autograd.grad(other, (q, k, v, sinks), torch.ones_like(out))):
+        torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+
+
+@on_gpu
+def test_probabilities(short_kernels):
+    torch.manual_seed(0)
+    q, k, v = (randn(2, 20, 2, 64) for _ in range(3))
+    out, lse, probs = flash_attn_func(q, k, v, dropout_p=0.2, return_attn_probs=True)
+    weights = probs[:, :, :20, :20].float()  # a negative one was dropped
+    kept = weights.clamp(min=0) / weights.abs().sum(-1, keepdim=True) / 0.8
+    torch.testing.assert_close((kept @ v.transpose(1, 2).float()).transpose(1, 2), out.float(), atol=2e-2, rtol=2e-2)
+
+
+@on_gpu
+def test_packed_calls_agree():
+    torch.manual_seed(0)
+    leaves = [randn(7, 24, 3, 80).requires_grad_() for _ in range(3)]
+    ends = torch.arange(8, device="cuda", dtype=torch.int32) * 24
+    out = flash_attn_func(*leaves, causal=True)
+    packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in leaves), ends, ends, 24, 24, causal=True)
+    dout = randn(7, 24, 3, 80)
+    torch.testing.assert_close(out.flatten(0, 1), packed, atol=1e-2, rtol=1e-2)
+    grads = torch.autograd.grad(out, leaves, dout), torch.autograd.grad(packed, leaves, dout.flatten(0, 1))
+    for x, y in zip(*grads):
+        torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+
+
+@on_gpu
+def test_odd_head_dimensions():
+    """Odd head dimensions come as copies with aligned rows, or go to the generic kernels."""
+    for d in (33, 47):
+        verify(replace(random_case(1), d=d, dropout=0.0), backward=True)
