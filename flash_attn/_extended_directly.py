@@ -152,11 +152,11 @@ def _fit_sums(cu_seqlens, q):
 # ---- blocks of masks -----------------------------------------------------------------------------------------------
 
 
-def _blocks(device, attn_mask, shape, window, is_packed, programs, mask):
+def _blocks(device, attn_mask, shape, window, is_packed, is_decoded, programs, mask):
     """The lists of blocks, or None. C calls this function, with what ``_programs_of`` returned and the mask."""
 
     def find():
-        return ops.blocks_of_mask(device, shape, mask, programs[4].program)
+        return ops.blocks_of_mask(device, shape, mask, programs[4].program, is_decoded=is_decoded)
 
     if attn_mask is not None and not is_packed and device.type == "cpu":
         return remembered(attn_mask, (shape, window), find)
@@ -374,7 +374,7 @@ def attend(
         shape = (1, q.shape[-2], b, keys.shape[0]) if is_packed else (b, q.shape[-2], len_q, len_kv)
         is_decoded = not return_max_logits and ops.is_few_for_cpu(*shape[2:], shape[1], keys.shape[-2], q.dtype)
         if not (_is_one_block(*shape[2:]) or 0 in shape or is_decoded):
-            blocks = functools.partial(_blocks, q.device, attn_mask, shape, (causal, *window_size), is_packed)
+            blocks = functools.partial(_blocks, q.device, attn_mask, shape, (causal, *window_size), is_packed, False)
     elif is_packed:
         found = _places_on_gpu(q, keys, lengths, window, attn_mask is None)
         if found is None:
@@ -382,7 +382,9 @@ def attend(
         places, blocks = found
     elif attn_mask is not None:
         shape = q.shape[0], q.shape[-2], q.shape[1], keys.shape[1]
-        blocks = functools.partial(_blocks, q.device, attn_mask, shape, None, False)
+        few = ops.is_few_for_gpu(*shape[2:], shape[1], keys.shape[-2], q.dtype, q.shape[-1])
+        is_decoded = few and not is_recorded and not return_max_logits
+        blocks = functools.partial(_blocks, q.device, attn_mask, shape, None, False, is_decoded)
     elif window != (-1, -1):
         if _are_watched():
             return None
