@@ -210,7 +210,10 @@ def _kept_blocks_of_dense(len_q, len_kv, window, device, stream):
 
 
 def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
-    """The places of packed sequences, and the lists of their blocks. what: total_q, total_kv, window, is_exact."""
+    """The places of packed sequences, and the lists of their blocks. what: total_q, total_kv, window, is_exact.
+
+    is_exact None: no lists.
+    """
     same = cu_seqlens_k if cu_seqlens_k is cu_seqlens_q else _kept_on_gpu(cu_seqlens_k, "sums", object)
     keys = "both" if same is cu_seqlens_q else same  # the same object as long as nobody changes these sums
     make = functools.partial(_places_of_packed, cu_seqlens_q, cu_seqlens_k, *what)
@@ -222,7 +225,7 @@ def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
 def _places_of_packed(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_exact):
     places = mods.PackedPlaces(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window)
     device = cu_seqlens_q.device
-    has_lists = not _is_one_block(total_q, total_kv) and total_q and total_kv
+    has_lists = is_exact is not None and not _is_one_block(total_q, total_kv) and total_q and total_kv
     lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if has_lists else None
     return places.tensors, _with_walks(lists, is_exact)
 
@@ -376,10 +379,14 @@ def attend(
         if not (_is_one_block(*shape[2:]) or 0 in shape or is_decoded):
             blocks = functools.partial(_blocks, q.device, attn_mask, shape, (causal, *window_size), is_packed, False)
     elif is_packed:
-        found = _places_on_gpu(q, keys, lengths, window, attn_mask is None)
+        finds_blocks = ops.finds_blocks_of_packed(q.shape[0], q.shape[-2], keys.shape[0], lengths[3], attn_mask)
+        found = _places_on_gpu(q, keys, lengths, window, None if finds_blocks else attn_mask is None)
         if found is None:
             return None
         places, blocks = found
+        if finds_blocks:
+            shape = 1, q.shape[-2], q.shape[0], keys.shape[0]
+            blocks = functools.partial(_blocks, q.device, attn_mask, shape, None, True, False)
     elif attn_mask is not None:
         shape = q.shape[0], q.shape[-2], q.shape[1], keys.shape[1]
         few = ops.is_few_for_gpu(*shape[2:], shape[1], keys.shape[-2], q.dtype, q.shape[-1])

@@ -152,6 +152,23 @@ def reads_most_keys(program, numbers, len_q, len_kv):
     return 4 * (end - first) > len_kv
 
 
+MOST_BLOCKS = 1 << 22  # of the lists of a packed mask
+
+
+def finds_blocks_of_packed(total_q, h, total_kv, max_seqlen_k, attn_mask):
+    """Should a packed call on a GPU look for the blocks of its attn_mask, rather than take all of its sequences?
+
+    Bounds tell that blocks of two sequences are empty. So the mask is evaluated for the pairs of one sequence, as in a
+    dense call. But the lists have room for the blocks of all rows and keys.
+    """
+    if not isinstance(attn_mask, torch.Tensor) or type(max_seqlen_k) is not int:
+        return False
+    if total_q <= FEW_ROWS or h * total_q * max_seqlen_k < FEW_PAIRS:
+        return False
+    heads = attn_mask.shape[-3] if attn_mask.dim() > 2 else 1
+    return heads * (total_q // BLOCK[0] + 1) * (total_kv // BLOCK[1] + 1) <= MOST_BLOCKS
+
+
 def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is_decoded=False):
     """The blocks of a mask without lists, as the kernels take them. None: they do better without.
 
