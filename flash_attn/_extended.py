@@ -37,7 +37,7 @@ from flash_attn._remembered import remembered
 from flash_attn._sinks import add_sinks, gradient_of_sinks, without_rows_behind
 from flash_attn._transforms import Rule, transformed
 from flash_attn.flex import attention as flex
-from flash_attn.flex import graph
+from flash_attn.flex import graph, ops
 from flash_attn.flex import options as mods
 from flash_attn.flex.ops import is_watched
 
@@ -324,7 +324,10 @@ def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sin
         places = mods.Places(*shape[2:], window)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     shift = mods.shift_of_rows(places, attn_bias, sinks, dtype)
-    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias, shift)
+    is_of_all = len(lengths) > 0 and mods.is_of_keys(attn_bias, shape, len(q), "cpu" if is_on_cpu(q) else "cuda")
+    if is_of_all:
+        attn_bias = mods.of_all_keys(attn_bias, *mods.keys_in_sequences(lengths[1], len(k)))
+    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias, shift, is_of_all)
     return places, shift, score_mod, mods.mask_mod_of(places, shape, attn_mask)
 
 
@@ -347,7 +350,10 @@ def _way_of_mods(
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
     blocks = None
     has_dense_mask = attn_mask is not None and not is_packed
-    if not is_on_cpu(q) and places.has_window and q.numel() and k.numel() and not has_dense_mask:
+    finds_blocks = has_dense_mask or (
+        is_packed and ops.finds_blocks_of_packed(q.shape[0], q.shape[1], k.shape[0], lengths[3], attn_mask)
+    )
+    if not is_on_cpu(q) and places.has_window and q.numel() and k.numel() and not finds_blocks:
         blocks = mods.blocks_of(places, views[0].shape[2], views[1].shape[2], q.device, attn_mask is None)
     elif has_dense_mask and is_on_cpu(q) and not is_imagined() and not is_watched(attn_mask):
         shape = *views[0].shape[:3], views[1].shape[2]  # the layers of a model share a mask

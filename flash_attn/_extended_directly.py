@@ -21,7 +21,7 @@ from flash_attn._ops import is_freed
 from flash_attn._remembered import remembered
 from flash_attn._sinks import without_rows_behind
 from flash_attn.flex import attention as flex
-from flash_attn.flex import ops
+from flash_attn.flex import key_order, ops
 from flash_attn.flex import options as mods
 from flash_attn.flex.kept_walks import FEW_BYTES, KeptWalks
 from flash_attn.flex.tracer import program_of
@@ -70,7 +70,7 @@ def _stand_in(dims, dtype):
 
 
 @functools.cache
-def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, has_left, has_right):
+def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, has_left, has_right, is_of_all_keys):
     """The score_mod and the mask_mod of a kind, or None in their place, and which places they read, as bits.
 
     None: there are no such programs. slopes, bias, shift, mask: the dimensions that tensors have, or None. Those of
@@ -93,7 +93,7 @@ def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, ha
         window = values[LEFT] if has_left else -1, values[RIGHT] if has_right else -1
         places = mods.Places(1, 1 + values[LEN_SHIFT], window)
     shape, cap = (2,) * 4, values[CAP] if has_cap else 0.0
-    score_mod = mods.score_mod_of(places, shape, cap, x.get(SLOPES), x.get(BIAS), x.get(SHIFT))
+    score_mod = mods.score_mod_of(places, shape, cap, x.get(SLOPES), x.get(BIAS), x.get(SHIFT), is_of_all_keys)
     mask_mod = mods.mask_mod_of(places, shape, x.get(MASK))
     try:
         score = None if score_mod is None else _Bindable(score_mod, score_dtype, x)
@@ -115,13 +115,13 @@ def _programs_of(kind):
 
     (is_fp64, is_packed, has_cap, are_of_batches), (has_slopes, *slopes) = bits(4), bits(3)
     (has_bias, *bias), dtype, (has_mask, *mask), (has_left, has_right) = bits(5), bits(2), bits(5), bits(2)
-    (has_shift, *shift), (shift_is_fp64,) = bits(4), bits(1)
+    (has_shift, *shift), (shift_is_fp64, is_of_all_keys) = bits(4), bits(2)
     found = _mods_of_kind(
         torch.float64 if is_fp64 else torch.float32, is_packed, has_cap,
         (tuple(slopes) if are_of_batches else (slopes[1],)) if has_slopes else None,
         (tuple(bias), BIAS_DTYPES[dtype]) if has_bias else None,
         (tuple(shift), torch.float64 if shift_is_fp64 else torch.float32) if has_shift else None,
-        tuple(mask) if has_mask else None, has_left, has_right,
+        tuple(mask) if has_mask else None, has_left, has_right, is_of_all_keys,
     )  # fmt: skip
     if found is None:
         return None
@@ -152,11 +152,11 @@ def _fit_sums(cu_seqlens, q):
 # ---- blocks of masks -----------------------------------------------------------------------------------------------
 
 
-def _blocks(device, attn_mask, shape, window, is_packed, programs, mask):
+def _blocks(device, attn_mask, shape, window, is_packed, is_decoded, programs, mask):
     """The lists of blocks, or None. C calls this function, with what ``_programs_of`` returned and the mask."""
 
     def find():
-        return ops.blocks_of_mask(device, shape, mask, programs[4].program)
+        return ops.blocks_of_mask(device, shape, mask, programs[4].program, is_decoded=is_decoded)
 
     if attn_mask is not None and not is_packed and device.type == "cpu":
         return remembered(attn_mask, (shape, window), find)
@@ -210,7 +210,10 @@ def _kept_blocks_of_dense(len_q, len_kv, window, device, stream):
 
 
 def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
-    """The places of packed sequences, and the lists of their blocks. what: total_q, total_kv, window, is_exact."""
+    """The places of packed sequences, and the lists of their blocks. what: total_q, total_kv, window, is_exact.
+
+    is_exact None: no lists.
+    """
     same = cu_seqlens_k if cu_seqlens_k is cu_seqlens_q else _kept_on_gpu(cu_seqlens_k, "sums", object)
     keys = "both" if same is cu_seqlens_q else same  # the same object as long as nobody changes these sums
     make = functools.partial(_places_of_packed, cu_seqlens_q, cu_seqlens_k, *what)
@@ -222,7 +225,7 @@ def _packed_on_gpu(cu_seqlens_q, cu_seqlens_k, *what):
 def _places_of_packed(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window, is_exact):
     places = mods.PackedPlaces(cu_seqlens_q, cu_seqlens_k, total_q, total_kv, window)
     device = cu_seqlens_q.device
-    has_lists = not _is_one_block(total_q, total_kv) and total_q and total_kv
+    has_lists = is_exact is not None and not _is_one_block(total_q, total_kv) and total_q and total_kv
     lists = mods.blocks_of(places, total_q, total_kv, device, is_exact) if has_lists else None
     return places.tensors, _with_walks(lists, is_exact)
 
@@ -293,8 +296,11 @@ def _places_on_gpu(q, k, lengths, window, is_exact):
     return found
 
 
-def _shift_of_doubles(q, k, lengths, attn_bias, sinks, places, window):
-    """The shift of a bias in fp64, which no kernel of a GPU makes, and its values in fp32. None: something is wrong."""
+def _given_shift(q, k, lengths, attn_bias, sinks, places, window, dtype=torch.float64):
+    """The shift of a bias that C gets ready-made, and its values in fp32. None: something is wrong.
+
+    No kernel of a GPU makes one of fp64. That of packed biases of keys is that of each sequence.
+    """
     dense = len(q), q.shape[-2], q.shape[1], k.shape[1]
     shape = (len(lengths[0]) - 1, q.shape[-2], *lengths[2:]) if lengths else dense
     sizes = attn_bias.shape
@@ -302,9 +308,41 @@ def _shift_of_doubles(q, k, lengths, attn_bias, sinks, places, window):
         return None
     if attn_bias.device != q.device or is_freed(attn_bias) or not (sinks is None or _extended.fit_sinks(sinks, q)):
         return None
-    of = mods.PackedPlaces.at(*places) if lengths else mods.Places(*dense[2:], window)
-    shift = mods.shift_of_rows(of, attn_bias, sinks, torch.float64)
+    if not lengths:
+        of = mods.Places(*dense[2:], window)
+    elif places is None:
+        of = mods.PackedPlaces(*lengths[:2], q.shape[0], k.shape[0], window)
+    else:
+        of = mods.PackedPlaces.at(*places)
+    shift = mods.shift_of_rows(of, attn_bias, sinks, dtype)
     return None if shift is None else (shift, shift.float())
+
+
+def _in_order_of_keys(attn_bias, cu_seqlens_k, total_kv):
+    """A bias of the keys of packed sequences, in the order of all keys. Where these lie is kept for the next layer."""
+
+    def make():
+        with torch.inference_mode(False), torch.no_grad():
+            return mods.keys_in_sequences(cu_seqlens_k, total_kv)
+
+    return mods.of_all_keys(attn_bias, *_kept_on_gpu(cu_seqlens_k, ("keys", total_kv), make))
+
+
+def _in_key_order(scores, q, is_packed):
+    """attn_bias or attn_mask, or a copy of it for the kernels (``flex/key_order.py``)."""
+    if scores is None or type(scores) not in (Tensor, Parameter) or scores.dim() < 2:
+        return scores
+    if _are_watched() or ops.is_watched(scores):
+        return scores  # an op makes copies of its own
+    return key_order.copied(scores, scores.dim() - 1, q.shape[0 if is_packed else 1])
+
+
+def _with_given(mod, given):
+    """A mod of the record, with the caller's tensors in place of their copies."""
+    if mod is None:
+        return None
+    text, tensors, numbers = mod
+    return text, tuple(given.get(id(x), x) for x in tensors), numbers
 
 
 def attend(
@@ -350,21 +388,28 @@ def attend(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         return None
     window = window_size[0], 0 if causal else window_size[1]
+    bias, mask = (_in_key_order(x, q, is_packed) for x in (attn_bias, attn_mask))
     places = blocks = None
     if on_cpu:
         (b, len_q), len_kv = q.shape[:2], keys.shape[1]
         shape = (1, q.shape[-2], b, keys.shape[0]) if is_packed else (b, q.shape[-2], len_q, len_kv)
         is_decoded = not return_max_logits and ops.is_few_for_cpu(*shape[2:], shape[1], keys.shape[-2], q.dtype)
         if not (_is_one_block(*shape[2:]) or 0 in shape or is_decoded):
-            blocks = functools.partial(_blocks, q.device, attn_mask, shape, (causal, *window_size), is_packed)
+            blocks = functools.partial(_blocks, q.device, attn_mask, shape, (causal, *window_size), is_packed, False)
     elif is_packed:
-        found = _places_on_gpu(q, keys, lengths, window, attn_mask is None)
+        finds_blocks = ops.finds_blocks_of_packed(q.shape[0], q.shape[-2], keys.shape[0], lengths[3], attn_mask)
+        found = _places_on_gpu(q, keys, lengths, window, None if finds_blocks else attn_mask is None)
         if found is None:
             return None
         places, blocks = found
+        if finds_blocks:
+            shape = 1, q.shape[-2], q.shape[0], keys.shape[0]
+            blocks = functools.partial(_blocks, q.device, attn_mask, shape, None, True, False)
     elif attn_mask is not None:
         shape = q.shape[0], q.shape[-2], q.shape[1], keys.shape[1]
-        blocks = functools.partial(_blocks, q.device, attn_mask, shape, None, False)
+        few = ops.is_few_for_gpu(*shape[2:], shape[1], keys.shape[-2], q.dtype, q.shape[-1])
+        is_decoded = few and not is_recorded and not return_max_logits
+        blocks = functools.partial(_blocks, q.device, attn_mask, shape, None, False, is_decoded)
     elif window != (-1, -1):
         if _are_watched():
             return None
@@ -372,12 +417,21 @@ def attend(
     record = [] if is_recorded or return_lse else None
     shift = None
     if attn_bias is not None and attn_bias.dtype == torch.float64 and not on_cpu:
-        shift = _shift_of_doubles(q, keys, lengths, attn_bias, sinks, places, window)
+        shift = _given_shift(q, keys, lengths, bias, sinks, places, window)
         if shift is None:
             return None
+    if is_packed and attn_bias is not None and device in mods.DEVICES_OF_KEYS:
+        if attn_bias.dim() and attn_bias.shape[-1] not in (1, lengths[3]):
+            return None  # C takes biases in the order of all keys, too
+        shape = len(lengths[0]) - 1, q.shape[-2], *lengths[2:]
+        if mods.is_of_keys(attn_bias, shape, q.shape[0], q.device.type):
+            shift = shift or _given_shift(q, keys, lengths, bias, sinks, places, window, torch.float32)
+            if shift is None:
+                return None
+            bias = attn_bias = _in_order_of_keys(attn_bias, lengths[1], keys.shape[0])
     wants_probability = is_recorded and sinks is not None and sinks.requires_grad
     further = (
-        _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
+        _programs_of, bias, mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
         record, wants_probability,
     )  # fmt: skip
     if is_packed:
@@ -388,10 +442,11 @@ def attend(
         return results
     out, lse, *rest = results
     probability = rest.pop(0) if len(rest) > return_max_logits else None  # a GPU has none
-    (*_, score_of, mask_of), score, mask, blocks, of_rows = record
+    (*_, score_of, mask_of), score_mod, mask_mod, blocks, of_rows = record
     if is_recorded:
-        score = None if score_of is None else score_of.bound(score)
-        mask = None if mask_of is None else mask_of.bound(mask)
+        given = {id(bias): attn_bias, id(mask): attn_mask}
+        score = None if score_of is None else score_of.bound(_with_given(score_mod, given))
+        mask = None if mask_of is None else mask_of.bound(_with_given(mask_mod, given))
         call = flex.Call(softmax_scale, score, mask, blocks, return_max_logits)
         names = [] if score_of is None else [*score_of.names]
         names += [None] * (0 if blocks is None else len(flex.LISTS)) + ([] if mask_of is None else mask_of.names)

@@ -108,13 +108,14 @@ def test_repeats_are_bitwise_equal(case):
 
 
 @pytest.mark.parametrize("dropout_p", (0.17, 0.9))
-@pytest.mark.parametrize("len_q, len_kv", [(1, 1), (15, 33), (129, 200)])
+@pytest.mark.parametrize("len_q, len_kv, d", [(1, 1, 16), (15, 33, 100), (129, 200, 128), (200, 129, 250)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
-def test_s_dmask(len_q, len_kv, dropout_p, dtype):
+def test_s_dmask(len_q, len_kv, d, dropout_p, dtype):
     """Signs are the mask, bit for bit. Magnitudes are exp(s - row max), and all other values are zero."""
     torch.manual_seed(3)
-    q, k, v = (torch.randn(2, n, h, 16).to("cuda", dtype) for n, h in ((len_q, 4), (len_kv, 2), (len_kv, 2)))
-    _, _, s_dmask, rng = _flash_attn_forward(q, k, v, dropout_p, 0.25, False, -1, -1, 0.0, None, True)
+    q, k, v = (torch.randn(2, n, h, d).to("cuda", dtype) for n, h in ((len_q, 4), (len_kv, 2), (len_kv, 2)))
+    scale = d**-0.5
+    _, _, s_dmask, rng = _flash_attn_forward(q, k, v, dropout_p, scale, False, -1, -1, 0.0, None, True)
     seed, offset = (int(x) for x in rng.tolist())
     s_dmask, whole = s_dmask[:, :, :len_q, :len_kv].cpu(), s_dmask
     assert whole.count_nonzero() <= s_dmask.numel()
@@ -122,7 +123,7 @@ def test_s_dmask(len_q, len_kv, dropout_p, dtype):
         keep = dropout_keep(seed, offset, n, 4, len_q, len_kv, dropout_p)
         assert torch.equal(~torch.signbit(s_dmask[n]), keep)
         kd = k[n].double().repeat_interleave(2, dim=1)
-        s = 0.25 * torch.einsum("ihd,jhd->hij", q[n].double(), kd)
+        s = scale * torch.einsum("ihd,jhd->hij", q[n].double(), kd)
         want = (s - s.amax(-1, keepdim=True)).exp().cpu()
         torch.testing.assert_close(
             s_dmask[n].abs().double(), want, rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-3

@@ -187,9 +187,9 @@ template <int ROWS> DEVICE bool has_nan_or_inf(const factor *tile) {
 /* ---- products -------------------------------------------------------------------------------------------------- */
 
 /* S [16 BLOCKS, 8 N] = A B^T, or S += A B^T with ADDS. A are the warp's rows and B are 8 N rows, both in shared
- * memory. */
+ * memory. Columns from `columns` on are zero, and may be left out. */
 template <bool ADDS = false, int N>
-DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const factor *a, const factor *b) {
+DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const factor *a, const factor *b, int columns = HEAD_DIM) {
 #pragma unroll
     for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
@@ -202,6 +202,7 @@ DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const factor *a, const facto
         const u32 b_row = smem_address(b + (lane() / 16 * 8 + lane() % 8) * PITCH + lane() / 8 % 2 * 8);
 #pragma unroll
         for (int k = 0; k < HEAD_DIM; k += 16) {
+            if (k >= columns) break;
             u32 a_regs[BLOCKS][4], b_regs[4];
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) ldmatrix_x4(a_regs[m], a_row + (16 * m * PITCH + k) * BYTES);
@@ -218,7 +219,7 @@ DEVICE void multiply_rows(float (&s)[BLOCKS][N][4], const factor *a, const facto
     } else {
         const factor *a_row = a + lane() / 4 * PITCH, *b_row = b + 2 * (lane() % 4) * PITCH;
 #pragma unroll 1
-        for (int k = 0; k < HEAD_DIM; k += 4) {
+        for (int k = 0; k < columns; k += 4) {
             float4 a_regs[2 * BLOCKS];
 #pragma unroll
             for (int m = 0; m < 2 * BLOCKS; m++) a_regs[m] = *(const float4 *)(a_row + 8 * m * PITCH + k);

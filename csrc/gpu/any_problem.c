@@ -131,10 +131,11 @@ int fa_count_tiles(int64_t len, int64_t total, bool packed, int rows) {
 }
 
 fa_status fa_cuda_launch_probs(const fa_cuda_call *call, const fa_cuda_problem *problem, fa_error *err) {
-    enum { THREADS = 128 };
+    enum { PROBS_ROWS = 64, PROBS_THREADS = 128 };
     const fa_problem *p = call->problem;
     if (!p->s_dmask) return FA_OK;
-    return fa_cuda_launch_any(call, FA_PROBS_ANY, 0, problem, p->b * p->h * p->s_dmask_rows, THREADS, err);
+    const int64_t num_tiles = (p->s_dmask_rows + PROBS_ROWS - 1) / PROBS_ROWS;
+    return fa_cuda_launch_any(call, FA_PROBS_ANY, 0, problem, p->b * p->h * num_tiles, PROBS_THREADS, err);
 }
 
 fa_status fa_cuda_launch_delta(const fa_cuda_call *call, fa_error *err) {

@@ -272,7 +272,7 @@ static const fa_row flex_exact_sums_rows[] = {{.name = "flex_exact_sums"}};
 static const fa_row flex_hidden_rows[] = {{.name = "flex_hidden"}};
 static const fa_row flex_walks_rows[] = {{.name = "flex_walks", .shared_bytes = FA_FLEX_WALKS_SHARED_BYTES}};
 static const fa_row probs_any_rows[] = {
-    {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 4 * (FA_MAX_HEAD_DIM + 4)}};
+    {.name = "attn_probs_any", .serves = FA_OF_3, .shared_bytes = 192 * PADDED_ROW(FA_MAX_HEAD_DIM, 2)}};
 static const fa_row kvcache_rows[] = {{.name = "kvcache", .serves = FA_OF_3}};
 static const fa_row gather_rows[] = {{.name = "gather"}};
 static const fa_row align_rows[] = {{.name = "align"}};
@@ -545,7 +545,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                         .chooses = never_chooses,
                         .takes_mods = true},
     [FA_PROBS_ANY] = {.name = "attn_probs_any",
-                      .files = FILES("attn_probs_any.cu", TILE_ANY_FILES),
+                      .files = FILES("attn_probs_any.cu", "rows_any.cuh", TILE_ANY_FILES),
                       .knows = ANY_KNOWS,
                       .rows = probs_any_rows,
                       .num_rows = NUM_ROWS(probs_any_rows),

@@ -36,6 +36,7 @@ from .arguments import (
 )
 from .block_mask import LISTS, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
+from .key_order import in_key_order
 from .patterns import bounds_of, softcap_of, window_of
 from .sequences import Sequences, are_ready, key_length, sequences_of, shift_of
 from .tracer import known_program_of, place_of
@@ -368,7 +369,8 @@ def flex_attention(
     if plain is not None:
         score, parts = None, (scale, None, None, None, False, plain, sequences)
     else:
-        blocks = _blocks_of(block_mask, mask, query, len_kv, sequences, key)
+        wants_lists = is_recorded or wants_max or value.size(-1) != query.size(-1)
+        blocks = _blocks_of(block_mask, mask, query, len_kv, sequences, key, wants_lists)
         parts = scale, _without_tensors(score), mask, blocks, wants_max, NO_WINDOW, sequences
     call, tensors = Call(*parts), score[1] if score else ()
     if query.is_cuda and not is_imagined() and not ops.is_watched(*inputs):
@@ -486,15 +488,21 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
             plain = plain_of(score, mask, lambda: shift_of(query.shape[2], len_kv, *(sequences or ())[:2]))
         if block_mask is not None and (mask is None or (plain is not None and not is_own(block_mask, mask))):
             plain = None
+        wants_lists = is_recorded or wants_max or value.shape[-1] != query.shape[-1]
     except (AttributeError, IndexError):
         return None
     is_bare = block_mask is None and mask is not None and plain is None
     scale = None if scale is None else number_of(scale)
     score_text = None if score is None or plain is not None else (score[0].text, score[1], score[2])
     mask_text = None if mask is None or plain is not None else (mask[0].text, mask[1], mask[2])
+    may_copy = type(query) is Tensor and (len(tensors) > 0 or (mask is not None and len(mask[1]) > 0))
+    if may_copy and not ops.is_watched(query):  # ops copy by themselves
+        score_text, mask_text = (in_key_order(mod, query.shape[2]) for mod in (score_text, mask_text))
+    ordered = (mask[0], *mask_text[1:]) if is_bare else None
     found = flash_attn_2_cuda.flex_direct(
         query, key, value, scale, enable_gqa, plain, score_text, mask_text, block_mask,
-        functools.partial(_blocks_of_bare, mask, query, key, len_kv, sequences) if is_bare else None, sequences,
+        functools.partial(_blocks_of_bare, ordered, query, key, len_kv, sequences, wants_lists) if is_bare else None,
+        sequences,
         True if wants_lse or is_recorded else False, True if wants_max else False,
     )  # fmt: skip
     if found is None or not is_recorded:
@@ -510,8 +518,10 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
     return (*found, max_scores) if wants_lse else (found, lse, max_scores)
 
 
-def _blocks_of(block_mask, mask, query, len_kv, sequences=None, key=None):
+def _blocks_of(block_mask, mask, query, len_kv, sequences=None, key=None, wants_lists=True):
     """The sizes and lists of blocks as the kernels take them. Of a bare mask_mod they are found now, or None.
+
+    ``wants_lists``: as in :func:`ops.is_few`.
 
     An op that is watched finds them itself, because a graph that is recorded may get another mask. For GPUs it is told
     so by a size without lists.
@@ -526,7 +536,7 @@ def _blocks_of(block_mask, mask, query, len_kv, sequences=None, key=None):
         return None
     if ops.is_watched(query, *mask[1]):
         return None if is_on_cpu(query) else ops.BLOCK
-    return _blocks_of_bare(mask, query, key, len_kv, sequences)
+    return _blocks_of_bare(mask, query, key, len_kv, sequences, wants_lists)
 
 
 def _with_text(mask):
@@ -535,9 +545,9 @@ def _with_text(mask):
     return (program.text, tensors, numbers), program
 
 
-def _blocks_of_bare(mask, query, key, len_kv, sequences):
+def _blocks_of_bare(mask, query, key, len_kv, sequences, wants_lists):
     b, h, len_q = query.shape[:3]
-    is_decoded = key is not None and ops.is_few_for_cpu(len_q, len_kv, h, key.shape[1], query.dtype)
+    is_decoded = key is not None and ops.is_few(query, key, len_kv, wants_lists)
     return ops.blocks_of_mask(query.device, (b, h, len_q, len_kv), *_with_text(mask), sequences, is_decoded=is_decoded)
 
 

@@ -26,6 +26,7 @@ from .._ops import (
 from .._sinks import gradient_of_sinks
 from . import calls
 from .kept_walks import FEW_BYTES, KeptWalks, may_keep
+from .patterns import keys_within
 from .program import BOOL, F64
 from .sequences import Sequences, key_length, shift_of
 
@@ -68,10 +69,11 @@ def _bound(digits, tensors, ints, floats):
     return text, tuple(tensors), tuple(read.get(type, lambda: int(next(ints)))() for type in _params(text))
 
 
-def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequences, given=()):
+def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequences, given=(), wants_lists=False):
     """A call as ``attention.py`` describes it. Whether the plain kernels serve it is known now: numbers have values.
 
     ``given``: the window and softcap of plain kernels, if the caller knows already that they serve the call.
+    ``wants_lists``: as in :func:`is_few`.
     """
     from . import attention, graph
 
@@ -96,7 +98,7 @@ def _call(query, key, scale, may_be_plain, score, mask, block_size, lists, *sequ
     elif mask is not None and (block_size or is_on_cpu(query)):
         block = tuple(map(int, block_size)) if block_size else BLOCK
         shape = *query.shape[:3], len_kv
-        is_decoded = is_few_for_cpu(query.size(2), len_kv, query.size(1), key.size(1), query.dtype)
+        is_decoded = is_few(query, key, len_kv, wants_lists)
         blocks = blocks_of_mask(query.device, shape, mask, programs[1], sequences, block, is_decoded)
     scale = max(query.size(-1), 1) ** -0.5 if scale is None else scale
     return Call(scale, score, mask, blocks, plain, sequences)
@@ -117,6 +119,56 @@ def is_few_for_cpu(len_q, len_kv, h, h_kv, dtype):
     return len_q * (h // max(h_kv, 1)) <= 16 and (len_q <= 4 or len_kv > 128) and dtype != torch.float64
 
 
+def is_few_for_gpu(len_q, len_kv, h, h_kv, dtype, d):
+    """Does the GPU's kernel for few rows take the queries? (csrc/plan/gpu_decode.c, ``plan_decode``)."""
+    is_long = len_q * (h // max(h_kv, 1)) <= FEW_ROWS and len_kv >= 256
+    return is_long and dtype in (torch.float16, torch.bfloat16) and d % 8 == 0
+
+
+def is_few(query, key, len_kv, wants_lists):
+    """Does a kernel for few rows take the queries, if it gets no lists?
+
+    ``wants_lists``: the call needs lists on a GPU. A backward walks over them, and the kernel for few rows keeps no
+    maximum of scores, and takes values as wide as the keys.
+    """
+    what = query.shape[2], len_kv, query.shape[1], key.shape[1], query.dtype
+    return is_few_for_cpu(*what) if is_on_cpu(query) else not wants_lists and is_few_for_gpu(*what, query.shape[3])
+
+
+MOST_UNKNOWN = 1 << 16
+
+
+def reads_most_keys(program, numbers, len_q, len_kv):
+    """Should the GPU's kernel for few rows read all keys of a mask, rather than another kernel the blocks of its lists?
+
+    On an H200 16 rows took 75 us for 16384 keys in the first kernel, and 222 us in the second one, whose few tiles
+    leave SMs idle. So lists pay if they leave out three quarters of the keys. Comparisons of indices tell how many keys
+    there can be at most. Behind an "or" that is often all of them, and a mask that sees the first keys and the last
+    ones sees few of many. So there lists are made from MOST_UNKNOWN keys on.
+    """
+    if program is None or (program.reads("bit_or") and len_kv > MOST_UNKNOWN):
+        return False
+    first, end = keys_within(program, numbers, len_q, len_kv)
+    return 4 * (end - first) > len_kv
+
+
+MOST_BLOCKS = 1 << 22  # of the lists of a packed mask
+
+
+def finds_blocks_of_packed(total_q, h, total_kv, max_seqlen_k, attn_mask):
+    """Should a packed call on a GPU look for the blocks of its attn_mask, rather than take all of its sequences?
+
+    Bounds tell that blocks of two sequences are empty. So the mask is evaluated for the pairs of one sequence, as in a
+    dense call. But the lists have room for the blocks of all rows and keys.
+    """
+    if not isinstance(attn_mask, torch.Tensor) or type(max_seqlen_k) is not int:
+        return False
+    if total_q <= FEW_ROWS or h * total_q * max_seqlen_k < FEW_PAIRS:
+        return False
+    heads = attn_mask.shape[-3] if attn_mask.dim() > 2 else 1
+    return heads * (total_q // BLOCK[0] + 1) * (total_kv // BLOCK[1] + 1) <= MOST_BLOCKS
+
+
 def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is_decoded=False):
     """The blocks of a mask without lists, as the kernels take them. None: they do better without.
 
@@ -131,7 +183,7 @@ def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is
         mask, program: ``(text, tensors, numbers)``, and the object of the program or None.
         sequences: None or where the sequences lie. Beside a q_offset there are few rows, and a block of no more rows
             than there are can be full. On a GPU the kernel for few rows of a cache takes no lists.
-        is_decoded: what :func:`is_few_for_cpu` says.
+        is_decoded: what :func:`is_few` says. The kernels for few rows take no lists.
     """
     b, h, len_q, len_kv = map(int, shape)
     q_offset = None if sequences is None else sequences.q_offset
@@ -148,6 +200,8 @@ def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is
         compares = program is not None and (program.reads("lt") or program.reads("le"))
         is_small = len_q <= FEW_ROWS or b * h * len_q * len_kv < FEW_PAIRS
         if mask[1] and is_small and not compares:
+            return None
+        if is_decoded and reads_most_keys(program, mask[2], len_q, len_kv):
             return None
     b = b if program is None or program.reads("b") or q_offset is not None else 1
     h = h if program is None or program.reads("h") else 1
@@ -232,7 +286,8 @@ def _forward(query, key, value, scale, may_be_plain, *rest):
     score, mask, blocks = rest[:4], rest[4:8], rest[8:12]
     wants_max, plain, *sinks = _with_defaults(rest[12:])
     _refuse_tangents(query, key, value, *score[1], *mask[1], sinks[0])
-    call = _call(query, key, scale, may_be_plain, score, mask, *blocks, given=plain)
+    wants_lists = wants_max or value.size(-1) != query.size(-1)
+    call = _call(query, key, scale, may_be_plain, score, mask, *blocks, given=plain, wants_lists=wants_lists)
     out, lse, max_scores, probability = _results_of_forward(query, value, wants_max, sinks[0])
     of_rows = None if sinks[0] is None else (*sinks, probability if is_on_cpu(query) else None)
     calls.forward(
@@ -275,7 +330,8 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
     out, lse, dout, dlse, wants, derivative, places, wanted, deterministic, *plain = rest[12:]
     given = plain[0] if plain else ()
     _refuse_tangents(query, key, value, *score[1], *mask[1], dout, dlse)
-    call = _call(query, key, scale, may_be_plain and dlse is None, score, mask, *blocks, given=given)
+    is_plain = may_be_plain and dlse is None
+    call = _call(query, key, scale, is_plain, score, mask, *blocks, given=given, wants_lists=True)
     gradients, sums = _results_of_backward(query, key, value, wants, score[1], wanted)
     at, found = dict(zip(wanted, sums)), None
     if call.score is not None:

@@ -99,6 +99,45 @@ def bounds_of(program, numbers):
     return _bounds(tree, tree.result)
 
 
+def _keys_within(tree, node, len_q, len_kv):
+    op, _, _, operands = tree.visit(node)
+    everything, nothing = (0, len_kv), (len_kv, 0)
+    if op in ("bit_and", "bit_or"):
+        (first, end), (other_first, other_end) = (_keys_within(tree, x, len_q, len_kv) for x in operands)
+        if op == "bit_and":
+            return max(first, other_first), min(end, other_end)
+        return min(first, other_first), max(end, other_end)
+    if op == "constant":
+        return everything if tree.number(node) else nothing
+    if op not in ("le", "lt") or tree.types[operands[0]] != I64:
+        return everything
+    less, more = operands
+    is_distance = tree.nodes[less][0] == "abs"
+    line, reach = tree.line(tree.nodes[less][3][0] if is_distance else less), tree.line(more)
+    if line is None or reach is None:
+        return everything
+    first, end = everything
+    for sign in (1, -1) if is_distance else (1,):  # a q_idx + b kv_idx + c >= 0
+        a, b, c = (y - sign * x for x, y in zip(line, reach))
+        most = max(0, a * (len_q - 1)) + c - (op == "lt")  # of a q_idx + c
+        if b == 1:
+            first = max(first, -most)
+        elif b == -1:
+            end = min(end, most + 1)
+        elif b == 0 and most < 0:
+            return nothing
+    return first, end
+
+
+def keys_within(program, numbers, len_q, len_kv):
+    """``(first, end)``: rows 0 to len_q - 1 of a mask_mod see no key outside, whatever tensors it reads.
+
+    Comparisons of q_idx, kv_idx and numbers are understood. Other conditions may let any key through.
+    """
+    tree = _Tree(program, numbers)
+    return _keys_within(tree, tree.result, len_q, len_kv)
+
+
 def window_of(bounds, shift):
     """The window of these bounds as the plain kernels take it, ``(left, right)`` with -1 for no bound, or None.
 

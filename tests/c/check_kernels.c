@@ -840,6 +840,39 @@ static void test_equal_scores(void **state) {
                     check_equal_scores((fa_dtype)dtype, d_v, scores[i], len_kv);
 }
 
+/* s_dmask of random problems on the emulated GPU: zeros and signs are the reference's, and magnitudes are close. Rows
+ * and columns round up the lengths, to odd sizes too. */
+static void check_s_dmask(uint64_t seed, fa_dtype dtype) {
+    random_source r = {seed};
+    test_case c = case_make(seed, FA_FWD, dtype);
+    fa_problem *p = &c.p;
+    p->qv = (fa_view){0};
+    if (p->dropout_p == 0 && random_chance(&r, 80))
+        p->dropout_p = 0.3, p->keep_max = 178, p->seed = seed, p->offset = 7;
+    p->s_dmask_rows = p->len_q + random_below(&r, 70), p->s_dmask_cols = p->len_kv + random_below(&r, 70);
+    const int64_t num = p->b * p->h * p->s_dmask_rows * p->s_dmask_cols;
+    const size_t bytes = (size_t)num * fa_dtype_bytes(dtype);
+    void *ours = guarded_alloc(bytes, 16, c.at_end && bytes % 16 == 0), *exact = guarded_alloc(bytes, 16, false);
+    p->s_dmask = exact;
+    (fa_reference_s_dmask)(p, &test_pool);
+    p->s_dmask = ours;
+    if (num) fa_reference_s_dmask(p, &test_pool);
+    for (int64_t i = 0; i < num; i++) {
+        const double x = fa_load_element(ours, i, dtype), y = fa_load_element(exact, i, dtype);
+        if (signbit(x) == signbit(y) && fabs(x - y) <= tolerance_of_dtype(dtype) + 3e-5) continue;
+        case_print(&c);
+        fail_msg("%s: %g and not %g in row %d, column %d", fa_dtype_name(dtype), x, y,
+                 (int)(i / p->s_dmask_cols % p->s_dmask_rows), (int)(i % p->s_dmask_cols));
+    }
+    guarded_free_all();
+}
+
+static void test_s_dmask(void **state) {
+    (void)state;
+    for (int dtype = FA_F16; dtype <= FA_F32; dtype++)
+        for (uint64_t seed = 0; seed < 39; seed++) check_s_dmask(seed, (fa_dtype)dtype);
+}
+
 /* -------------------------------------------------------------------------------------------------------------- */
 
 static int replay(uint64_t seed) {
@@ -908,7 +941,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_nonfinite),    cmocka_unit_test(test_infinite_scores),
         cmocka_unit_test(test_fwd_e4m3),     cmocka_unit_test(test_16_bytes),
         cmocka_unit_test(test_equal_scores), cmocka_unit_test(test_whole_tiles),
-        cmocka_unit_test(test_short),
+        cmocka_unit_test(test_short),        cmocka_unit_test(test_s_dmask),
     };
     if (getenv("ONLY")) cmocka_set_test_filter(getenv("ONLY"));
     if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);

@@ -214,8 +214,7 @@ static inline void s_dmask_on_cuda(const fa_problem *p) {
     fa_error err = {""};
     cuda_run_make(&run, p, true);
     const fa_cuda_problem a = fa_cuda_problem_of(&run.call);
-    if (fa_cuda_launch_any(&run.call, FA_PROBS_ANY, 0, &a, p->b * p->h * p->s_dmask_rows, 128, &err))
-        fail_msg("%s", err.text);
+    if (fa_cuda_launch_probs(&run.call, &a, &err)) fail_msg("%s", err.text);
 }
 
 #endif

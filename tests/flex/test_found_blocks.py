@@ -13,7 +13,7 @@ import torch
 from oracle_attention import TOLERANCES, attention, close
 
 import flash_attn
-from flash_attn import flash_attn_func
+from flash_attn import _imagined, flash_attn_func
 from flash_attn.flex import ops
 from flash_attn.flex_attention import create_block_mask, flex_attention
 
@@ -325,3 +325,66 @@ def test_expanded_tensors_have_hoppers_kernel():
     q = absent(4, 8, 512, 128)
     k = absent(1, 1, 512, 128).expand(4, 8, 512, 128)
     assert names_of(flex_attention, q, k, k, lambda s, b, h, i, j: s + (j - i)) == [HOPPER]
+
+
+def kinds_of_blocks(lists, rows, columns):
+    """``[heads, rows, columns]``: 0 empty, 1 partial, 2 full."""
+    _, _, num, places, full_num, full_places = lists[:6]
+    kinds = torch.zeros(num.shape[1], rows, columns, dtype=torch.int64)
+    for kind, (n, at) in enumerate(((num, places), (full_num, full_places)), 1):
+        for head in range(kinds.shape[0]):
+            for row in range(rows):
+                kinds[head, row, at[0, head, row, : n[0, head, row]].long()] = kind
+    return kinds
+
+
+@pytest.mark.parametrize("is_given_lists", [False, True])
+def test_blocks_of_packed_masks(is_given_lists, monkeypatch):
+    """On a GPU too, a packed call leaves out blocks that its attn_mask hides, and those of two sequences."""
+    if is_given_lists:
+        monkeypatch.setattr(ops, "MOST_BLOCKS", 0)
+    h, lengths = 2, [0, 256, 640, 700]
+    q = torch.randn(700, h, 64, dtype=torch.bfloat16)
+    cu = torch.tensor(lengths, dtype=torch.int32)
+    mask = torch.ones(1, 1, 384, 384, dtype=torch.bool).tril().expand(1, h, -1, -1).clone()
+    mask[:, 1, :, 200:] = False
+    asked, calls, find_lists, prepare = [], [], ops.find_lists, flash_attn.flex.attention.prepare
+
+    def spy(*args, **kwargs):
+        calls.append(prepare(*args, **kwargs)[0])
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(flash_attn.flex.attention, "prepare", spy)
+    monkeypatch.setattr(ops, "find_lists", lambda *args: asked.append(args) or find_lists(*args))
+    with _imagined.imagined_gpu(90, _imagined.NOTED):
+        flash_attn.flash_attn_varlen_func(q, q, q, cu, cu, 384, 384, attn_mask=mask)
+    lists = calls[0].blocks
+    assert (len(asked) == 0) == is_given_lists
+    if asked:  # an imagined GPU fills no lists
+        lists = 128, 128, *find_lists(*asked[0])
+    kinds = kinds_of_blocks(lists, 6, 6)
+    dense = torch.zeros(h, 700, 700, dtype=torch.bool)
+    for begin, end in zip(lengths, lengths[1:]):
+        dense[:, begin:end, begin:end] = True if is_given_lists else mask[0, :, : end - begin, : end - begin]
+    blocks = torch.nn.functional.pad(dense, (0, 68, 0, 68)).view(h, 6, 128, 6, 128)
+    want = blocks.any(4).any(2).long()
+    if not is_given_lists:
+        want += blocks.all(4).all(2).long()
+        assert (want[0] == 2).sum() == 4 and want[1, 3, 3] == 1
+    assert torch.equal(kinds, want if not is_given_lists else want[:1])
+
+
+@needs_gpu
+@pytest.mark.parametrize("dims", [(1, 1), (3, 4)])
+def test_packed_masks(dims):
+    """A causal mask as attn_mask, and one with holes, for each sequence and head."""
+    lengths, h, h_kv, d = [0, 300, 301, 700], 4, 2, 64
+    q, k, v = draw(1, h, h_kv, 700, 700, d, torch.bfloat16, "cuda")
+    cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    mask = torch.ones(399, 399, dtype=torch.bool).tril() & (torch.rand(*dims, 399, 399) < 0.9)
+    seen = torch.zeros(1, h, 700, 700, dtype=torch.bool)
+    for n, (begin, end) in enumerate(zip(lengths, lengths[1:])):
+        seen[:, :, begin:end, begin:end] = mask[min(n, dims[0] - 1), :, : end - begin, : end - begin]
+    rows = (x[0].transpose(0, 1) for x in (q, k, v))
+    out = flash_attn.flash_attn_varlen_func(*rows, cu, cu, 399, 399, attn_mask=mask.cuda())
+    verify(out.transpose(0, 1)[None], (q, k, v), seen)
