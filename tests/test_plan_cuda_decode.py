@@ -412,3 +412,18 @@ def test_single_keys_of_prefills_with_mods_are_copied(plan):
     bytes_of_copies = 2 * (2 * 1366 * 12 * 8 * 128 * 2) + 256
     assert re.match(rf"attn_fwd_sm90_bf16_d128_q128kv128_cache_flex\w* 128 128 {bytes_of_copies} ", plan(**numbers))
     assert re.match("attn_fwd_sm90_bf16_d128_q128kv128_cache_whole_flex", plan(**numbers | {"page": 24}))
+
+
+@pytest.mark.parametrize("places", [{}, {"used": 1, "q_offset": 1}], ids=str)
+def test_keys_of_few_tiles_with_mods_are_cut(plan, places):
+    numbers = {"score": 1, "b": 1, "len_q": 128, "len_kv": 16384, "h": 8, "h_kv": 8, "sms": 132} | places
+    kernel, _, _, workspace, parts, _ = plan(**numbers).splitlines()[0].split()
+    assert kernel.startswith("attn_fwd_sm90_bf16_d128_q128kv128_cache_flex") and int(parts) == 16
+    assert int(workspace) == 16 * 8 * 128 * (128 + 1) * 4
+
+
+@pytest.mark.parametrize("more", [{"masks": 1}, {"score": 1, "max": 1}, {"score": 1, "len_q": 16384}], ids=str)
+def test_keys_of_lists_and_of_many_tiles_are_not_cut(plan, more):
+    numbers = {"b": 1, "len_q": 128, "len_kv": 16384, "h": 8, "h_kv": 8, "sms": 132}
+    kernel, _, _, _, parts, _ = plan(**numbers | more).splitlines()[0].split()
+    assert kernel.startswith("attn_fwd_sm90_bf16_d128_q128kv128_flex") and parts == "1"

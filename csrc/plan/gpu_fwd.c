@@ -169,7 +169,7 @@ static cache_tiles tiles_of_cache(const fa_problem *p, const fa_fwd_sm90_columns
 static bool has_few_tiles(const fa_problem *p, int sms) {
     enum { MANY_KEYS = 512, ROWS = 64, OF_SM = 4 };
     return p->num_splits == 0 && !p->cu_seqlens_q && !p->cu_seqlens_k && p->len_kv >= MANY_KEYS && p->h > 0 &&
-           !p->flex && p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
+           !fa_has_more_than_mods(p) && p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
 }
 
 /* The length that decides for packed sequences, of which the host knows the longest one and the mean. That is the mean,

@@ -11,7 +11,7 @@ from harness_cuda import no_hopper
 from oracle_decode import in_pages
 from oracle_pairs import LONGEST, MODS, all_pairs, captured
 
-from flash_attn import explain
+from flash_attn import explain, flash_attn_func
 from flash_attn.flex_attention import AuxRequest, flex_attention
 
 pytestmark = pytest.mark.skipif(bool(no_hopper()), reason=no_hopper() or "a GPU is here")
@@ -97,7 +97,7 @@ def test_each_place_works_alone(name):
 
 
 @pytest.mark.parametrize("len_q, heads", [(17, (8, 1)), (64, (2, 2)), (130, (4, 1)), (300, (2, 1))])
-@pytest.mark.parametrize("has_places", [True])
+@pytest.mark.parametrize("has_places", [False, True])
 def test_few_tiles_are_cut_into_parts(has_places, len_q, heads):
     """In some parts a row sees nothing, and in the last rows no part sees a key."""
     torch.manual_seed(len_q)
@@ -116,6 +116,42 @@ def test_few_tiles_are_cut_into_parts(has_places, len_q, heads):
     asked = {"scale": 0.1, "enable_gqa": True} | ({"kv_len": kv_len, "q_offset": offset} if has_places else {})
     with only("attn_fwd_sm90"):
         assert compare((q, k, v, score_mod), asked, want, want_lse).num_splits > 1
+
+
+def test_sinks_and_a_bias_in_parts():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, h, 128, device="cuda").bfloat16() for n, h in ((100, 8), (4000, 2), (4000, 2)))
+    bias, sinks = torch.randn(1, 8, 100, 4000, device="cuda").bfloat16(), torch.randn(8, device="cuda")
+    asked = {"attn_bias": bias, "sinks": sinks}
+    with only("attn_fwd"):
+        plan = explain(flash_attn_func, q, k, v, **asked)
+        out, lse = flash_attn_func(q, k, v, return_lse=True, **asked)
+    assert plan.num_splits > 1 and "_cache_flex" in plan.kernel
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(4, 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * 128**-0.5 + bias.double()
+    total = torch.logaddexp(scores.logsumexp(-1), sinks.double()[:, None])
+    want = torch.exp(scores - total[..., None]) @ v
+    torch.testing.assert_close(out.double(), want.transpose(1, 2), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double().view_as(total), total, atol=2e-3, rtol=2e-3)
+
+
+def test_gradients_where_the_forward_is_cut():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, n, 128, device="cuda").bfloat16().requires_grad_() for n in (100, 3000, 3000))
+    slopes = torch.rand(4, device="cuda", requires_grad=True)
+    mod = lambda s, b, h, i, j: s - slopes[h] * (j - 30 * i).abs() / 100  # noqa: E731
+    with only("sm90"):
+        assert explain(flex_attention, q, k, v, mod).num_splits > 1
+        out = flex_attention(q, k, v, mod)
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, (q, k, v, slopes), dout)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, slopes)]
+    at = torch.arange(3000, device="cuda") - 30 * torch.arange(100, device="cuda")[:, None]
+    scores = wide[0] @ wide[1].transpose(2, 3) * 128**-0.5 - wide[3][:, None, None] * at.abs() / 100
+    want = torch.autograd.grad(scores.softmax(-1) @ wide[2], wide, dout.double())
+    for x, y in zip(found, want):
+        torch.testing.assert_close(x.double(), y, atol=2e-2 * y.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("parts", [False, True])
