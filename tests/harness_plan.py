@@ -39,6 +39,10 @@ int main(int argc, char **argv) {
     int64_t d = 128, d_v = 0, stride = 0, offset = 0, stride_h = 0, stride_b = 0, k_batch = 0, v_batch = 0;
     int64_t mean_q = 0, mean_kv = 0; /* of packed sequences, of which len_q and len_kv are the longest */
     fa_flex flex = {.mask_b = 1, .block_q = 128, .block_kv = 128}; /* masks: [1, masks, rows, columns] */
+    static fa_flex_instruction instructions[9];
+    fa_flex_program program = {.instructions = instructions};
+    const fa_flex_bound bound = {.program = &program};
+    for (int i = 0; i < 9; i++) instructions[i].op = FA_FLEX_sin;
     bool prints_order = false, prints_launch = false, prints_follows = false;
     fa_machine machine = {.gpu_capability = 90, .gpu_kernels = getenv("KERNELS")};
     fa_problem p = {.device = FA_CUDA, .dtype = FA_BF16, .b = 2, .h = 4, .h_kv = 2, .len_q = 1024, .len_kv = 1024,
@@ -70,6 +74,10 @@ int main(int argc, char **argv) {
         if (strncmp(name, "follows=", 8) == 0) prints_follows = true;
         if (strncmp(name, "alibi=", 6) == 0) p.alibi_slopes = slopes;
         if (strncmp(name, "masks=", 6) == 0) flex.mask_h = x, p.flex = &flex;
+        if (strncmp(name, "score=", 6) == 0) /* operations of a score_mod without a block mask */
+            flex.score = &bound, flex.block_q = 0, program.num_instructions = x, p.flex = &flex;
+        if (strncmp(name, "max=", 4) == 0) flex.max_scores.data = (float *)memory;
+        if (strncmp(name, "q_offset=", 9) == 0) flex.q_offset = offsets;
         if (strncmp(name, "used=", 5) == 0) p.seqused_k = offsets;
         if (strncmp(name, "leftpad=", 8) == 0) p.leftpad_k = offsets;
         if (strncmp(name, "rows=", 5) == 0) p.cache_batch_idx = offsets, p.cache_rows = x;

@@ -368,3 +368,63 @@ def test_turned_queries_lie_beside_the_parts_of_a_decode(plan, numbers, apart):
         int(plan(**{"d": 64, "len_q": 1, "sms": 132} | numbers | extra).split()[3]) for extra in ({}, {"rotary": 64})
     )
     assert turned - plain == (apart + 255) // 256 * 256
+
+
+PREFILL = {"score": 1, "len_q": 2048, "len_kv": 16384, "h": 32, "h_kv": 8, "sms": 132}
+PLACES = [
+    {"used": 1},
+    {"q_offset": 1},
+    {"pages": 512, "cols": 256},
+    {"used": 1, "q_offset": 1, "pages": 512, "cols": 256},
+]
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize("len_q", [256, 2048])
+def test_prefills_with_mods_beside_places_have_hoppers_forward(plan, places, len_q):
+    numbers = PREFILL | places | {"len_q": len_q}
+    assert re.match("attn_fwd_sm90_bf16_d128_q128kv128_cache_flex", plan(**numbers))
+    assert plan(**numbers | {"dtype": 2, "len_q": 1}).startswith("attn_fwd_any_fp32")
+    assert plan(**numbers | {"len_q": 1}).startswith("attn_decode_sm90_bf16_d128_q16_flex")
+    assert plan(**numbers | {"d_v": 64, "d": 192}).startswith("attn_fwd_sm90_bf16_d192v128_q128kv96_cache_flex")
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+@pytest.mark.parametrize(
+    ("more", "kernel", "reason"),
+    [
+        ({"score": 9}, "attn_decode_sm90_bf16_d128_q64_flex", None),  # would spill in the forward
+        ({"scale": -0.1}, "attn_decode_sm90_bf16_d128_q64_flex", None),
+        ({"score": 9, "d_v": 64}, "attn_fwd_any_bf16", "the mods are long"),
+        ({"max": 1}, "attn_fwd_any_bf16", "it keeps no maximum of scores beside a KV cache"),
+        ({"masks": 1}, "attn_fwd_any_bf16", "it takes no block mask beside a KV cache"),
+    ],
+    ids=str,
+)
+def test_other_prefills_with_places_have_other_kernels(plan, places, more, kernel, reason):
+    numbers = {key: x for key, x in PREFILL.items() if key != "score" or "masks" not in more} | places | more
+    found = plan(**numbers)
+    assert found.startswith(kernel)
+    assert reason is None or re.search(f"attn_fwd_sm90: {reason}", found)
+
+
+def test_single_keys_of_prefills_with_mods_are_copied(plan):
+    numbers = PREFILL | {"pages": 4096, "cols": 1366, "page": 12}
+    bytes_of_copies = 2 * (2 * 1366 * 12 * 8 * 128 * 2) + 256
+    assert re.match(rf"attn_fwd_sm90_bf16_d128_q128kv128_cache_flex\w* 128 128 {bytes_of_copies} ", plan(**numbers))
+    assert re.match("attn_fwd_sm90_bf16_d128_q128kv128_cache_whole_flex", plan(**numbers | {"page": 24}))
+
+
+@pytest.mark.parametrize("places", [{}, {"used": 1, "q_offset": 1}], ids=str)
+def test_keys_of_few_tiles_with_mods_are_cut(plan, places):
+    numbers = {"score": 1, "b": 1, "len_q": 128, "len_kv": 16384, "h": 8, "h_kv": 8, "sms": 132} | places
+    kernel, _, _, workspace, parts, _ = plan(**numbers).splitlines()[0].split()
+    assert kernel.startswith("attn_fwd_sm90_bf16_d128_q128kv128_cache_flex") and int(parts) == 16
+    assert int(workspace) == 16 * 8 * 128 * (128 + 1) * 4
+
+
+@pytest.mark.parametrize("more", [{"masks": 1}, {"score": 1, "max": 1}, {"score": 1, "len_q": 16384}], ids=str)
+def test_keys_of_lists_and_of_many_tiles_are_not_cut(plan, more):
+    numbers = {"b": 1, "len_q": 128, "len_kv": 16384, "h": 8, "h_kv": 8, "sms": 132}
+    kernel, _, _, _, parts, _ = plan(**numbers | more).splitlines()[0].split()
+    assert kernel.startswith("attn_fwd_sm90_bf16_d128_q128kv128_flex") and parts == "1"

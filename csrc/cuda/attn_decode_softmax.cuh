@@ -72,7 +72,7 @@ constexpr u32 ALL_PAIRS = 0xffffffffu >> (32 - 4 * GROUPS_S);
  * The functions may be long, so the compiler sees them four times, and not once for each register: the registers move
  * up by a group in each round. */
 DEVICE u32 apply_mods(float (&s)[GROUPS_S][4], const params &p, const item &t, int head, int row, int key) {
-    const int offset = p.flex.q_offset ? clamp(p.flex.q_offset[t.b_idx], 0, 1 << 30) : 0;
+    const int offset = first_query_of(p.flex, t.b_idx);
     int query[2], q_head[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {

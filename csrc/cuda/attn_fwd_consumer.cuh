@@ -79,7 +79,8 @@ struct consumer_base {
     ring<TILE_SLOTS> tile_ring;
 
     int row_block = wg; /* the row block of the work tile that this warpgroup computes */
-    int diagonal = 0;   /* The thread's first row would see this key last under a causal mask. */
+    int diagonal = 0;   /* The thread's first row would see this key last under a causal mask. With mods: its q_idx. */
+    int len_kv = 0;     /* of the work tile, for mods beside a cache */
     row_key_walk walk;
     int goes_on = 0; /* The work tile has another step. */
     u32 q_desc = 0;  /* the matrix descriptor of the row block */
@@ -166,7 +167,7 @@ struct consumer_base {
 
     /* What is known of the key tile at a place of the walk. Its K has come. */
     DEVICE int entry_of(int place) const {
-#if FLEX
+#if FLEX_LISTS
         return uniform(smem.entries[k_ring.stage]);
 #else
         return place;
@@ -219,16 +220,17 @@ struct consumer_base {
         /* Later row blocks may see more keys, or may have no row. So the row blocks rotate among the warpgroups. */
         row_block = row_block + 1 == WGS ? 0 : row_block + 1;
         const tile &t = tile_of(THIS_TILE);
-        const int shift = FLEX ? 0 : t.len_kv - t.len_q, first_row = row_of_block(p, t, row_block);
+        const int shift = FLEX ? t.first_query : t.len_kv - t.len_q, first_row = row_of_block(p, t, row_block);
         const int last_row = min(first_row + rows_of_block(p, row_block), t.len_q) - 1;
         tile_walk keys = keys_of(p, first_row + shift, last_row + shift, t.len_kv);
         if (MAY_BE_CUT) /* to the tile's part */
             keys.begin = max(keys.begin, t.kv_begin * BLOCK_KV), keys.end = min(keys.end, t.kv_end * BLOCK_KV);
-        const bool is_idle = first_row > last_row || (FLEX ? t.kv_end == 0 : keys.begin >= keys.end);
+        const bool is_idle = first_row > last_row || (FLEX_LISTS ? t.kv_end == 0 : keys.begin >= keys.end);
         const tile_command command = (tile_command)uniform(t.command);
-        walk.seen_top = uniform(is_idle ? -1 : FLEX ? t.kv_end - 1 : ceil_div(keys.end, BLOCK_KV) - 1);
+        walk.seen_top = uniform(is_idle ? -1 : FLEX_LISTS ? t.kv_end - 1 : ceil_div(keys.end, BLOCK_KV) - 1);
         walk.next = uniform(t.kv_end) - 1, walk.bottom = uniform(t.kv_begin);
         diagonal = (CACHE ? row_of_strip(p, t, row_block, warp) : first_row + 16 * warp) + lane / 4 + shift;
+        if (FLEX && CACHE) len_kv = uniform(t.len_kv);
         t.set_scale(p, scale_log2);
         if (WALKS_EARLY) { /* Without settle ptxas would do this behind the wait. */
             walk.begin_rows(p, diagonal - lane / 4, t.len_kv);

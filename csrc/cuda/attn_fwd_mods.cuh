@@ -1,30 +1,32 @@
-/* Programmable attention in attn_fwd_sm90.cu: the walk through a block mask, and the user's functions in a step.
+/* Programmable attention in attn_fwd_sm90.cu: the walk through a block mask, and what a work tile knows of the user's
+ * functions.
  *
  * Without programmable attention the keys of a work tile are an interval. Place j of the walk is then key tile j. With
  * a block mask, place j is an entry of the work tile's list (flex_walks.cu): a key tile and the kind of its pairs. The
  * scheduler finds the list, the producer reads it, and consumers read each entry beside its K. attn_fwd_softmax.cuh has
- * the functions in a step. */
+ * the functions in a step. Beside a KV cache there is no block mask, and place j is key tile j again. */
 #ifndef FA_ATTN_FWD_MODS_CUH
 #define FA_ATTN_FWD_MODS_CUH
 
+#include "attn_fwd_cache.cuh"
 #include "key_walk.cuh"
+
+/* Work tiles have lists. */
+#define FLEX_LISTS (FLEX && !CACHE)
 
 constexpr int ENTRIES_AHEAD = 4; /* of the entry that the producer reads */
 
-#if FLEX
+#if FLEX_LISTS
 
 /* ---- lists ------------------------------------------------------------------------------------------------------ */
 
 DEVICE int key_tile_of(int entry) { return entry >> 2; }
 DEVICE block_kind kind_of(int entry) { return FLEX_BLOCKS ? (block_kind)(entry & 3) : KIND_WITHOUT_BLOCKS; }
-/* All pairs of the key tile see each other. */
-DEVICE bool is_full(const params &p, int entry) {
-    return !FLEX_SCORE && kind_of(entry) == FULL_BLOCK && (key_tile_of(entry) + 1) * BLOCK_KV <= p.len_kv;
-}
 
 /* What a work tile knows of its list: the entries, the last place first, and copies of the first of them. NULL: there
  * is no block mask. */
 struct listed_tile {
+    static constexpr int first_query = 0; /* what the functions call query 0 */
     const int *list;
     const u32 *hidden; /* flex_hidden.cu, of this query tile */
     int first_entries[ENTRIES_AHEAD];
@@ -87,8 +89,17 @@ template <class tile> DEVICE int find_list(const params &p, int b_idx, int head,
 #else
 
 DEVICE int key_tile_of(int place) { return place; }
-DEVICE bool is_full(const params &, int) { return false; }
-struct listed_tile {};
+#if FLEX
+static_assert(!FLEX_BLOCKS && !FLEX_HIDDEN && !FLEX_MAX, "beside a cache there are no lists, and no maximum is kept");
+DEVICE block_kind kind_of(int) { return KIND_WITHOUT_BLOCKS; }
+struct listed_tile {
+    int first_query;
+};
+#else
+struct listed_tile {
+    static constexpr int first_query = 0;
+};
+#endif
 struct loaded_walk : key_walk {
     DEVICE loaded_walk(int *) {}
     template <class tile> DEVICE void begin(const tile &t) { *(key_walk *)this = key_walk_of(t.kv_begin, t.kv_end); }
@@ -98,6 +109,13 @@ struct loaded_walk : key_walk {
 
 #endif
 
+#if FLEX
+/* All pairs of the key tile see each other. */
+DEVICE bool is_full(int entry, const int &len_kv) {
+    return !FLEX_SCORE && kind_of(entry) == FULL_BLOCK && (key_tile_of(entry) + 1) * BLOCK_KV <= len_kv;
+}
+#endif
+
 /* The entries of the stages of K, and the producer's ring of entries. */
 template <int NUM> struct stage_entries {
     int entries[NUM], entry_ring[ENTRIES_AHEAD];
@@ -105,6 +123,6 @@ template <int NUM> struct stage_entries {
 template <> struct stage_entries<0> {
     static constexpr int *entry_ring = nullptr;
 };
-constexpr int LISTED_STAGES = FLEX ? STAGES : 0;
+constexpr int LISTED_STAGES = FLEX_LISTS ? STAGES : 0;
 
 #endif

@@ -21,9 +21,11 @@ DEVICE void finish_softmax(const online_softmax &softmax, const params &p, float
     }
 }
 
-/* What was subtracted from the scores of a row of the tile, which may lie behind the last row. */
-DEVICE float shift_of(const params &p, const tile &t, int row) {
-    return FLEX && row < t.len_q ? shift_of_row(p.sinks.shift, t.b_idx, t.head, row) : 0;
+/* What was subtracted from the scores of a row of the strip, which may lie behind the last row. */
+DEVICE float shift_of(const params &p, const tile &t, int row_block, int row) {
+    return FLEX && row < t.len_q
+               ? shift_of_row(p.sinks.shift, t.b_idx, head_of_strip(p, t, row_block, warp_of_group()), row)
+               : 0;
 }
 
 /* The sink of the strip's head joins the sums of both rows. */
@@ -31,7 +33,7 @@ DEVICE void add_sinks(const params &p, const tile &t, int first_row, int row_blo
                       float (&lse)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const float shift = shift_of(p, t, first_row + threadIdx.x % 32 / 4 + 8 * r);
+        const float shift = shift_of(p, t, row_block, first_row + threadIdx.x % 32 / 4 + 8 * r);
         const row_with_sink x =
             add_sink(lse[r] == INF ? -INF : lse[r], sink_of_strip(p, t, row_block, warp_of_group()) - shift);
         lse[r] = x.lse, factor[r] *= x.share;
@@ -191,8 +193,9 @@ DEVICE void store_zeros(const params &p, const tile &t, int first_row, int row_b
         *(uint4 *)(o + i / vectors * p.o_stride_row + i % vectors * 8) = make_uint4(0, 0, 0, 0);
     if (lane < rows && p.lse)
         p.lse[t.b_idx * p.lse_stride_b + head * p.lse_stride_h + t.lse_origin + first_row + lane] =
-            p.sinks.values.data ? sink_of_strip(p, t, row_block, warp_of_group()) - shift_of(p, t, first_row + lane)
-                                : p.empty_lse;
+            p.sinks.values.data
+                ? sink_of_strip(p, t, row_block, warp_of_group()) - shift_of(p, t, row_block, first_row + lane)
+                : p.empty_lse;
 #if FLEX_MAX
     if (lane < rows) *max_score_at(p, t, first_row + lane) = -INF;
 #endif

@@ -173,7 +173,7 @@ struct producer {
 
     DEVICE void load_k() {
         mbarrier_wait(&smem.k_empty[k.stage], k.parity ^ 1);
-#if FLEX
+#if FLEX_LISTS
         smem.entries[k.stage] = walk.entry;
 #endif
         if (CACHE) {

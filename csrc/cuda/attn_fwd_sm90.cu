@@ -82,7 +82,7 @@ constexpr u32 V_ARRIVALS = SINGLE_KEYS ? COPYING_LANES : 1; /* as K_ARRIVALS */
 constexpr int V_LEADING_BYTES = CHUNK_BYTES;
 /* All lanes of the producer's warp walk over the keys, and one of them loads. ptxas then keeps what TMA's instruction
  * takes in uniform registers, and needs no loop over lanes around it. */
-constexpr bool PRODUCER_IS_WARP = !FLEX;
+constexpr bool PRODUCER_IS_WARP = !FLEX || CACHE;
 /* What happens while the last P V of a work tile runs. Each choice is for the kernels that it made faster
  * (measurements/forward.md, "Between work tiles").
  *
@@ -158,11 +158,16 @@ struct consumer : consumer_base {
     }
 
 #if FLEX
+    /* The keys of the work tile's sequence. NOTE: a copy would change the machine code of kernels without a cache. */
+    DEVICE const int &keys_of_mods() const { return CACHE ? len_kv : p.len_kv; }
     /* Finds the pairs of a key tile that do not see each other. May there be any? */
     template <bool IN_LOOPS> DEVICE bool find_hidden(hidden_pairs &hidden, int entry) const {
         const int j = key_tile_of(entry);
-        return FLEX_HIDDEN ? hidden.load(tile_of(THIS_TILE), kind_of(entry), j, row_block)
-                           : hidden.find<IN_LOOPS>(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal);
+#if FLEX_HIDDEN
+        return hidden.load(tile_of(THIS_TILE), kind_of(entry), j, row_block);
+#else
+        return hidden.find<IN_LOOPS>(p, q_head, kind_of(entry), j * BLOCK_KV + column, diagonal, keys_of_mods());
+#endif
     }
 #endif
 
@@ -190,7 +195,7 @@ struct consumer : consumer_base {
         if (TURN == TURN_WHILE_ISSUING || IS_FIRST) pass_turn();
 #if FLEX
         const int entry = entry_of(place), j = key_tile_of(entry);
-        prefetch_pairs(p, q_head, j * BLOCK_KV, diagonal - lane / 4 - 16 * warp);
+        prefetch_pairs(p, q_head, j * BLOCK_KV, diagonal - lane / 4 - (CACHE ? 0 : 16 * warp));
         hidden_pairs hidden;
         bool hides = false;
         constexpr bool FINDS_EARLY = FLEX_HIDDEN || !FLEX_SCORE; /* while S is on its way */
@@ -311,7 +316,7 @@ struct consumer : consumer_base {
 
         wait_v();
 #if FLEX
-        if (is_full(p, entry)) {
+        if (is_full(entry, keys_of_mods())) {
 #else
         if (sees_all_of(first_key)) {
 #endif

@@ -73,13 +73,16 @@ DEVICE void score_by_mod(float (&S)[S_REGS], const params &p, const score_head &
         S[i] = mod.score(__fmul_rn(S[i], p.score_scale), row + 8 * row_of(i), key + column_of(i), column_of(i));
 }
 
-/* Asks for what the score_mod will read of a step's pairs of a row block, from its first row and key on. */
+/* Asks for what the score_mod will read of a step's pairs of a row block, from its first row and key on. Beside a cache
+ * a row block may have rows of several heads, so each warp asks for its own row strip. */
 DEVICE void prefetch_pairs(const params &p, const score_head &q_head, int key, int row) {
 #if FLEX_PREFETCHES
     constexpr int AT_ONCE = 16, PARTS = BLOCK_KV / AT_ONCE; /* keys of 16 bits in 32 bytes */
+    constexpr int ROWS = CACHE ? 16 : 64, THREADS_OF_ROWS = 2 * ROWS;
     const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
 #pragma unroll
-    for (int i = threadIdx.x % 128; i < 64 * PARTS; i += 128) mod.prefetch(row + i / PARTS, key + i % PARTS * AT_ONCE);
+    for (int i = threadIdx.x % THREADS_OF_ROWS; i < ROWS * PARTS; i += THREADS_OF_ROWS)
+        mod.prefetch(row + i / PARTS, key + i % PARTS * AT_ONCE);
 #endif
 }
 
@@ -103,6 +106,7 @@ struct hidden_pairs {
     static constexpr int WORDS = (S_REGS + 31) / 32;
     u32 words[WORDS];
 
+#if FLEX_HIDDEN
     /* Says whether there may be such a pair in key tile j. No entry of a list with bits is full if it reaches beyond
      * the end (flex_walks.cu). */
     DEVICE bool load(const listed_tile &t, block_kind kind, int j, int row_block) {
@@ -115,18 +119,19 @@ struct hidden_pairs {
         }
         return hides;
     }
+#endif
 
-    /* Says whether there may be such a pair. `kind` is that of the key tile, and key and row are those of
-     * score_by_mod. While a partial tile is looked at, S is still on its way. IN_LOOPS has the mask_mod once in the
-     * text. Whole warp. */
+    /* Says whether there may be such a pair. `kind` is that of the key tile, and len_kv that of its sequence. key and
+     * row are those of score_by_mod. While a partial tile is looked at, S is still on its way. IN_LOOPS has the
+     * mask_mod once in the text. Whole warp. */
     template <bool IN_LOOPS>
-    DEVICE bool find(const params &p, const score_head &q_head, block_kind kind, int key, int row) {
+    DEVICE bool find(const params &p, const score_head &q_head, block_kind kind, int key, int row, const int &len_kv) {
         const int lane = threadIdx.x % 32, first_key = key - 2 * (lane % 4), first_row = row - lane / 4;
         const mod_functions mod(p.values, q_head.b_idx, q_head.head, 0);
-        const bool reaches_end = first_key + BLOCK_KV > p.len_kv;
+        const bool reaches_end = first_key + BLOCK_KV > len_kv;
         if (kind == MIXED_BLOCKS) /* The warp's rows may lie in blocks of one kind. */
             kind = kind_of_strip(mods(p.flex, p.values, q_head.b_idx, q_head.head).map, min(first_row, p.len_q - 1),
-                                 min(first_row + 15, p.len_q - 1), first_key, min(first_key + BLOCK_KV, p.len_kv) - 1);
+                                 min(first_row + 15, p.len_q - 1), first_key, min(first_key + BLOCK_KV, len_kv) - 1);
         if (kind == FULL_BLOCK && !reaches_end) return false;
 #pragma unroll
         for (int w = 0; w < WORDS; w++) words[w] = 0;
@@ -144,13 +149,13 @@ struct hidden_pairs {
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         const int i = min(row + 8 * row_of(e), p.len_q - 1);
-                        const int j = min(key + 8 * (8 * w + n) + e % 2, p.len_kv - 1);
+                        const int j = min(key + 8 * (8 * w + n) + e % 2, len_kv - 1);
                         if (!mapped.sees(kind, i, j)) words[w] |= 1u << (4 * n + e);
                     }
         }
         if (reaches_end) {
 #pragma unroll
-            for (int w = 0; w < WORDS; w++) words[w] |= columns_from(p.len_kv - key - 64 * w);
+            for (int w = 0; w < WORDS; w++) words[w] |= columns_from(len_kv - key - 64 * w);
         }
         return true;
     }

@@ -193,15 +193,17 @@ DEVICE void find_tile(const params &p, sequence_set &set, int idx, tile &t) {
     }
     if (CACHE) head *= p.cache.tile_heads;
     if (is_leader) {
-#if FLEX
+#if FLEX_LISTS
         q_tile = find_list(p, b_idx, head, q_tiles - 1 - q_tile, q_tiles, t);
+#elif FLEX
+        t.first_query = first_query_of(p.flex, b_idx);
 #endif
         const int rows = rows_of_head(p), row = q_tile * rows, shift = len_kv - len_q;
         const int last_row = min(row + rows, len_q) - 1;
         const tile_walk keys = keys_of(p, row + shift, last_row + shift, len_kv);
         t.idx = idx, t.row = row, t.b_idx = b_idx, t.head = head, t.kv_head = head / p.heads_per_kv, t.len_q = len_q,
         t.len_kv = len_kv;
-        if (!FLEX) {
+        if (!FLEX_LISTS) {
             t.kv_begin = keys.begin / BLOCK_KV;
             t.kv_end = keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : keys.begin / BLOCK_KV;
         }

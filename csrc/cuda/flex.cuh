@@ -32,6 +32,11 @@ template <class base> struct with_mods : base {
     flex_values values;
 };
 
+/* What the functions of a batch call query 0. */
+DEVICE int first_query_of(const fa_cuda_flex &flex, int b_idx) {
+    return flex.q_offset ? clamp(flex.q_offset[b_idx], 0, 1 << 30) : 0;
+}
+
 /* The functions of one batch and query head. */
 struct mod_functions {
     const flex_values &values;
@@ -142,8 +147,8 @@ struct mods : mod_functions {
     block_map map;
 
     DEVICE mods(const fa_cuda_flex &flex, const flex_values &values, int b_idx, int head)
-        : mod_functions(values, b_idx, head, flex.q_offset ? clamp(flex.q_offset[b_idx], 0, 1 << 30) : 0),
-          map(flex, b_idx, head, KIND_WITHOUT_BLOCKS) {}
+        : mod_functions(values, b_idx, head, first_query_of(flex, b_idx)), map(flex, b_idx, head, KIND_WITHOUT_BLOCKS) {
+    }
 
     /* Does query i see key j? Both exist, and their tile has this kind. */
     DEVICE bool sees(block_kind kind, int i, int j) const {

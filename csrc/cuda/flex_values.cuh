@@ -42,9 +42,11 @@ template <class T> DEVICE T flex_load(long long address, long long place) { retu
 template <class T> DEVICE T flex_load(long long address, long long place) { return __ldg((const T *)address + place); }
 #endif
 
-/* The same where a capture may be without elements. It has the address 0. */
+/* The same where a capture may be without elements. It has the address 0, and then a 0 is loaded. NOTE: this load has
+ * no condition, either. */
 template <class T> DEVICE T flex_load_if(long long address, long long place) {
-    return address ? flex_load<T>(address, place) : T(0);
+    static __device__ long long zero;
+    return flex_load<T>(address ? address : (long long)&zero, address ? place : 0);
 }
 
 /* Two elements that lie side by side, the first at an even place. NOTE: unlike __ldg the statement is not volatile, so

@@ -23,7 +23,7 @@ static const struct {
 } planners[] = {
     {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, true, true, true},
     {FA_FWD, "attn_fwd_short", fa_plan_fwd_short, false, false, true},
-    {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true, false, true},
+    {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true, true, true},
     {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false, false, false},
     {FA_FWD, "attn_decode_sm80", fa_plan_decode_sm80, true, true, true},
     {FA_FWD, "attn_fwd_sm80", fa_plan_fwd_sm80, false, false, true},
@@ -33,8 +33,6 @@ static const struct {
     {FA_BWD, "attn_bwd_sm80", fa_plan_bwd_sm80, false, false, true},
     {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true, true, false},
 };
-
-static bool is_flex_cache(const fa_problem *p) { return p->flex->q_offset || p->seqused_k || p->paged; }
 
 /* Takes the first kernel that serves the problem, or only a tile kernel. reasons: why there is none, unless NULL. */
 static bool plan_first(const fa_problem *p, const fa_machine *machine, bool has_tiles, fa_plan *plan, char *reasons,
@@ -47,7 +45,7 @@ static bool plan_first(const fa_problem *p, const fa_machine *machine, bool has_
             why = "FLASH_ATTN_CUDA_KERNEL rules it out";
         else if (p->flex && !planners[i].takes_flex)
             why = "it takes no mod and no block mask";
-        else if (p->flex && is_flex_cache(p) && !planners[i].takes_flex_cache)
+        else if (fa_is_flex_cache(p) && !planners[i].takes_flex_cache)
             why = "it takes no q_offset, kv_len and block_table";
         else
             why = planners[i].plan(p, machine, plan);

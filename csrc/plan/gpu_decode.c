@@ -178,6 +178,12 @@ static bool is_prompt_of_sm80(const fa_problem *p, const fa_machine *machine, co
     return us_of_other < US_START + (us_of_work > us_of_memory ? us_of_work : us_of_memory);
 }
 
+/* Does attn_fwd_sm90 take the mods of the problem, if it has any? Some are too long. */
+static bool fwd_sm90_takes_mods(const fa_problem *p, const fa_machine *machine) {
+    fa_plan other = {.num_splits = 1};
+    return !p->flex || !fa_plan_fwd_sm90(p, machine, &other);
+}
+
 /* Would other kernels compute the queries faster? The tiles of the generic kernels have 128 queries of one head, which
  * read the keys fewer times. They are slower if most rows of their tiles would be empty, or if their tiles would not
  * fill the GPU. A tile of this kernel takes as long as 64 of their rows, also if it has 32 rows
@@ -190,8 +196,9 @@ static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_
     const bool reads_pages = id == FA_DECODE_SM90 && !fa_why_not_cache_of_sm90(p);
     if (is_allowed && fa_gathers(p, machine)) {
         const fa_problem gathered = fa_gathered(p, NULL);
-        if (is_prompt_of_sm90(&gathered, machine, plan, fa_us_of_gather(p))) return true;
-    } else if (is_allowed && reads_pages && is_prompt_of_sm90(p, machine, plan, 0)) {
+        if (is_prompt_of_sm90(&gathered, machine, plan, fa_us_of_gather(p)) && fwd_sm90_takes_mods(p, machine))
+            return true;
+    } else if (is_allowed && reads_pages && is_prompt_of_sm90(p, machine, plan, 0) && fwd_sm90_takes_mods(p, machine)) {
         return true;
     }
     if (reads_pages || p->flex) return false;
@@ -202,9 +209,6 @@ static bool is_prompt(const fa_problem *p, const fa_machine *machine, fa_family_
            others * QUERIES <= p->h_kv * ceil_div(rows, plan->block_q) * ROWS_OF_A_TILE &&
            (p->num_splits == 1 || p->b * others * 4 >= (int64_t)machine->gpu_sms * 3);
 }
-
-/* Are programmable queries those of a cache? Then no other tile kernel takes them. */
-static bool is_flex_cache(const fa_problem *p) { return p->flex && (p->flex->q_offset || p->seqused_k || p->paged); }
 
 static const char *why_not_mods(const fa_problem *p) {
     NEEDS(p->flex->block_q == 0, "it takes no block mask");
@@ -217,7 +221,7 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     const bool packed = p->cu_seqlens_q != NULL, packed_keys = p->cu_seqlens_k && !p->paged;
     const int64_t rows = p->len_q * (p->h / p->h_kv);
     const bool has_cache = p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data ||
-                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k) || is_flex_cache(p);
+                           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k) || fa_is_flex_cache(p);
     const extent queries = {packed ? 1 : p->b, packed ? p->total_q : p->len_q, p->h};
     const extent cache = {p->paged               ? p->num_pages
                           : packed_keys          ? 1
@@ -252,7 +256,7 @@ static const char *plan_decode(const fa_problem *p, const fa_machine *machine, f
     plan->gpu.features = fa_dtype_feature(p->dtype) | (fa_has_mods(p) ? FA_FLEX : 0u);
     plan->block_q = 16 * t->warps_q;
     plan->block_kv = FA_DECODE_WARP_KEYS(t->d, t->warps_q) * t->warps_q * t->teams;
-    NEEDS(is_flex_cache(p) || !is_prompt(p, machine, id, plan), "other kernels compute so many queries faster");
+    NEEDS(!is_prompt(p, machine, id, plan), "other kernels compute so many queries faster");
 
     const int64_t capacity = packed_keys ? p->total_kv : p->paged ? p->block_table_cols * p->page_size : p->len_kv;
     const int64_t tiles = capacity > 0 ? ceil_div(capacity, plan->block_kv) : 1;

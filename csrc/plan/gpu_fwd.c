@@ -35,9 +35,11 @@ double fa_us_of_a_pair(const fa_fwd_sm90_columns *t) {
 }
 
 /* Microseconds of an SM for a key and a whole work tile. Copies of single keys may take longer than the products
- * (cuda/measurements/decode.md, Single keys). */
+ * (cuda/measurements/decode.md, Single keys). Pairs of ALiBi as a mod take OF_MODS times as long as others. */
 static double us_of_a_key(const fa_problem *p, const fa_fwd_sm90_columns *t) {
-    const double pairs = (double)(FA_ROWS_OF_A_WARPGROUP * t->wgs) * fa_us_of_a_pair(t);
+    const double OF_MODS = 1.6;
+    const double rows = (double)(FA_ROWS_OF_A_WARPGROUP * t->wgs) * (fa_has_mods(p) ? OF_MODS : 1);
+    const double pairs = rows * fa_us_of_a_pair(t);
     const double copies = fa_loads_single_keys(p) ? 7.7e-3 + 34e-6 * (double)(p->d + p->d_v) : 0;
     return pairs > copies ? pairs : copies;
 }
@@ -167,7 +169,7 @@ static cache_tiles tiles_of_cache(const fa_problem *p, const fa_fwd_sm90_columns
 static bool has_few_tiles(const fa_problem *p, int sms) {
     enum { MANY_KEYS = 512, ROWS = 64, OF_SM = 4 };
     return p->num_splits == 0 && !p->cu_seqlens_q && !p->cu_seqlens_k && p->len_kv >= MANY_KEYS && p->h > 0 &&
-           !p->flex && p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
+           !fa_has_more_than_mods(p) && p->b * p->h * ceil_div(p->len_q, ROWS) <= OF_SM * (int64_t)sms;
 }
 
 /* The length that decides for packed sequences, of which the host knows the longest one and the mean. That is the mean,
@@ -359,7 +361,8 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, cons
     const char *why =
         fa_why_not_of_3(p, FA_OTHER_D_V | FA_CHUNKS | FA_USED_Q | (reads_cache ? FA_MIXED | FA_OTHER_NEW : 0));
     if (!why && reads_cache) why = fa_why_not_cache_of_sm90(p);
-    if (!why && fa_prefers_key_parts(p)) why = "a generic kernel cuts the many keys of the few queries into parts";
+    if (!why && !reads_cache && fa_prefers_key_parts(p))
+        why = "a generic kernel cuts the many keys of the few queries into parts";
     if (!why && p->flex) why = fa_why_not_mods_of_sm90(p, sizeof(fa_attn_fwd_params));
     if (why) return why;
     NEEDS(machine->gpu_capability == 90, "it is for compute capability 9.0 (Hopper), and this GPU has another");
@@ -394,7 +397,8 @@ static const char *plan_fwd(const fa_problem *p, const fa_machine *machine, cons
     }
     if (features & FA_FLEX) {
         if ((why = fa_plan_mask_of_sm90(p, plan)) != NULL) return why;
-        plan->workspace_bytes = fa_block_walks_at(p) + fa_block_walks_bytes(p, plan) + fa_hidden_bytes(p, plan);
+        if (!reads_cache)
+            plan->workspace_bytes = fa_block_walks_at(p) + fa_block_walks_bytes(p, plan) + fa_hidden_bytes(p, plan);
         fa_plan_mods(p, plan);
     }
     fa_plan_fwd_order(p, (int64_t)machine->gpu_sms * fa_fwd_sm90_row(row)->ctas, plan);

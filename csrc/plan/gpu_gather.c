@@ -21,7 +21,7 @@ bool fa_may_gather(const fa_problem *p) {
     enum { MOST_BYTES = 1 << 30, MOST_KEYS = 1 << 30 };
     const fa_cache_pages pages = fa_cache_pages_of(p);
     const int64_t key_bytes = p->h_kv * (p->d + p->d_v) * (int64_t)fa_dtype_bytes(p->dtype);
-    return p->paged && !p->flex && !p->leftpad_k && p->num_splits == 0 && fa_loads_single_keys(p) &&
+    return p->paged && !fa_has_more_than_mods(p) && !p->leftpad_k && p->num_splits == 0 && fa_loads_single_keys(p) &&
            (p->dtype == FA_F16 || p->dtype == FA_BF16) && p->d % 8 == 0 && p->d_v % 8 == 0 && p->b > 0 && p->h_kv > 0 &&
            pages.num > 0 && pages.num < INT32_MAX && pages.capacity > 0 && pages.capacity < MOST_KEYS &&
            p->len_new < MOST_KEYS && p->total_new < INT32_MAX && p->cache_rows < INT32_MAX &&

@@ -341,10 +341,16 @@ void fa_plan_mods(const fa_problem *p, fa_plan *plan) {
     plan->gpu.mods = fa_mods_hash(&mods);
 }
 
+bool fa_is_flex_cache(const fa_problem *p) { return p->flex && (p->flex->q_offset || p->seqused_k || p->paged); }
+
+bool fa_has_more_than_mods(const fa_problem *p) {
+    return p->flex && (p->flex->block_q > 0 || p->flex->max_scores.data);
+}
+
 bool fa_reads_cache(const fa_problem *p) {
     const bool packed = p->cu_seqlens_q != NULL;
-    return p->is_whole_cache || p->paged || p->leftpad_k || p->cache_batch_idx || p->k_new.data || p->rotary_cos ||
-           (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
+    return p->is_whole_cache || fa_is_flex_cache(p) || p->paged || p->leftpad_k || p->cache_batch_idx ||
+           p->k_new.data || p->rotary_cos || (p->seqused_k && !packed) || (packed && !p->cu_seqlens_k);
 }
 
 fa_cache_pages fa_cache_pages_of(const fa_problem *p) {
@@ -393,7 +399,12 @@ static bool offsets_fit_32_bits(const fa_view *t, fa_cache_pages pages) {
 const char *fa_why_not_cache_of_sm90(const fa_problem *p) {
     enum { MOST = 1 << 30 };
     const fa_cache_pages pages = fa_cache_pages_of(p);
-    NEEDS(!p->flex, "it takes no mod and no block mask beside a KV cache");
+    if (p->flex) {
+        NEEDS(p->flex->block_q == 0, "it takes no block mask beside a KV cache");
+        NEEDS(!p->flex->max_scores.data, "it keeps no maximum of scores beside a KV cache");
+        NEEDS(!fa_has_mods(p) || !fa_loads_single_keys(p), "with mods it wants pages of a multiple of 8 keys");
+        NEEDS(p->len_q < MOST - LARGEST_TILE, "with mods it counts queries of a KV cache up to 2^30");
+    }
     NEEDS(!(p->paged && p->leftpad_k), "it takes no left padding beside a block table");
     NEEDS(p->paged || !p->cu_seqlens_k || !fa_reads_cache(p),
           "of packed keys it takes no left padding, and no lengths beside dense queries");

@@ -131,7 +131,15 @@ const char *fa_why_not_blocks(const fa_problem *problem);
 /* Notes in the plan which functions the kernels of a problem have. */
 void fa_plan_mods(const fa_problem *problem, fa_plan *plan);
 
-/* Do the keys lie in a KV cache, whose lengths only the GPU knows? */
+/* Has programmable attention offsets, lengths or pages? */
+bool fa_is_flex_cache(const fa_problem *problem);
+
+/* Has programmable attention a block mask, or wants it the largest scores? Hopper's forward has both only where it
+ * reads no cache. */
+bool fa_has_more_than_mods(const fa_problem *problem);
+
+/* Do the keys lie in a KV cache, whose lengths only the GPU knows? Keys of programmable queries with offsets count as
+ * such, because Hopper's forward knows the offsets where it reads caches. */
 bool fa_reads_cache(const fa_problem *problem);
 
 /* The pages of a KV cache: their number, the keys of a page, and the keys that a sequence has room for. A cache without

@@ -70,7 +70,25 @@ static void draw_values(const problem &x, tensor &q, tensor &k, tensor &v) {
                 v.row(i, head)[random_bits() % (unsigned)v.d] = {(u16)(x.kind == NANS ? 0x7fff : infinity)};
 }
 
-#if FLEX
+#if FLEX && CACHE
+/* What the mods call query 0 of each sequence, and the shifts of the scores. */
+struct flex_tensors {
+    std::vector<int> offsets;
+    std::vector<float> shifts;
+
+    flex_tensors(const problem &x, params &p) {
+        const int behind[] = {0, -5, 1, 700}; /* A negative offset counts as 0. */
+        for (int n = 0; n < p.b; n++) offsets.push_back(behind[random_bits() % 4]);
+        for (int i = 0; i < p.b * x.h * p.len_q; i++) shifts.push_back((float)(random_bits() % 5) - 2);
+        if (p.b > 1 || random_bits() % 2) p.flex.q_offset = offsets.data();
+        if (x.has_sinks) p.sinks.shift = {shifts.data(), x.h * p.len_q, p.len_q, 1};
+    }
+    int first_query(const params &p, int n) const { return p.flex.q_offset ? max(offsets[(size_t)n], 0) : 0; }
+    bool sees(const params &p, int n, int head, int i, int j) const {
+        return !FLEX_MASK || flex_mask(p.values, n, head, i, j);
+    }
+};
+#elif FLEX
 /* Block masks of the heads, the lists of key tiles, and rows of the scores' maximum and shift. */
 struct flex_tensors {
     int rows, columns; /* of blocks */
@@ -120,6 +138,11 @@ struct flex_tensors {
         p.flex.walks = walks.data(), p.flex.order = order.data();
         p.flex.max_scores = {largest.data(), x.h * p.len_q, p.len_q};
         if (x.has_sinks) p.sinks.shift = {shifts.data(), x.h * p.len_q, p.len_q, 1};
+    }
+    int first_query(const params &, int) const { return 0; }
+    bool sees(const params &p, int n, int head, int i, int j) const {
+        const int kind = kind_at(head, i, j);
+        return kind == FULL_BLOCK || (kind == PARTIAL_BLOCK && flex_mask(p.values, n, head, i, j));
     }
 };
 #endif
@@ -250,7 +273,7 @@ static void add_parts(int parts, int rows, float *lse, const std::vector<float> 
         const int head = i / len_q % o.h, row_of_o = i / len_q / o.h * len_q + i % len_q;
         for (int c = 0; c < o.d; c++)
             *(o.row(row_of_o, head) + c) = cvt<element>((float)(sum > 0 ? row[(size_t)c] / sum : 0));
-        lse[i] = sum > 0 ? (float)(most + log(sum)) : INFINITY;
+        lse[i] = sum > 0 ? (float)(most + log(sum)) : FLEX ? -INFINITY : INFINITY;
     }
 }
 #endif
@@ -320,7 +343,7 @@ static void check(const problem &given) {
     for (int i = 0; i < GUARD; i++) EXPECT(o.data[o.data.size() - 1 - (size_t)i].bits == 0x7fff);
 
 #if CACHE
-    if (parts > 1) add_parts(parts, total_q * x.h, p.lse, part_o, len_q, o), p.empty_lse = INFINITY;
+    if (parts > 1) add_parts(parts, total_q * x.h, p.lse, part_o, len_q, o), p.empty_lse = FLEX ? -INFINITY : INFINITY;
     cache.table = places.table;
 #endif
     const numbers all_q(q), all_k(k), all_v(v);
@@ -334,12 +357,12 @@ static void check(const problem &given) {
                 std::vector<int> keys;
                 for (int j = seen.begin; j < seen.end; j++) {
 #if FLEX
-                    const int kind = flex.kind_at(head, i, j);
-                    if (kind == EMPTY_BLOCK || (kind == PARTIAL_BLOCK && !flex_mask(p.values, n, head, i, j))) continue;
+                    const int q_idx = i + flex.first_query(p, n);
+                    if (!flex.sees(p, n, head, q_idx, j)) continue;
 #endif
                     double s = scale * dot(all_q.row(row, head), all_k.row(row_of_key(n, j), head_kv), x.d);
 #if FLEX_SCORE
-                    s = flex_score(p.values, (float)s, n, head, i, j);
+                    s = flex_score(p.values, (float)s, n, head, q_idx, j);
 #endif
                     scores.push_back(s), keys.push_back(row_of_key(n, j));
                 }
@@ -348,7 +371,7 @@ static void check(const problem &given) {
                 if (x.has_sinks) sink -= flex.shifts[place];
 #endif
                 const row_of_o right = row_of(scores, keys, all_v, head_kv, sink, p.empty_lse);
-#if FLEX
+#if FLEX && !CACHE
                 all.add_largest(right.largest, flex.largest[(size_t)place]);
 #endif
                 const double lse_of_row = wants_lse ? p.lse[VARLEN ? head * total_q + row : place] : right.lse;

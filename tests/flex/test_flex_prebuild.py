@@ -84,6 +84,14 @@ def test_without_a_block_mask_the_text_has_none(grad):
     assert everything == keys_of(lists(documents))
 
 
+@pytest.mark.parametrize("places", [("q_offset",), ("kv_len",), ("q_offset", "kv_len")], ids=str)
+def test_prefills_with_places_have_no_lists(places):
+    """Hopper's forward reads caches with mods, but no block mask. So no blocks of the mask_mod are looked for."""
+    given = {name: torch.zeros(1, dtype=torch.int32, device="meta") for name in places}
+    names = names_of(flex_attention, *qkv(grad=False, length=4096), alibi, mask_mod=documents, **given)
+    assert names == ["attn_fwd_sm90_bf16_d128_q128kv128_cache_flex_#"]
+
+
 def test_other_gpus_have_the_generic_kernels():
     names = names_of(flex_attention, *qkv(), alibi, lists(documents), archs="sm_80")
     assert names == ["flex_blocks", "attn_fwd_any_bf16_d128_q128kv64_of3_flex_#", *GENERIC_BACKWARD]

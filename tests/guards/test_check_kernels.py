@@ -104,13 +104,20 @@ def test_tiles_are_found_once_and_boxes_of_tma_begin_inside_their_maps(name, tmp
 
 
 MODS = """
+#ifndef FLEX_SCORE
 #define FLEX_SCORE 1
+#endif
+#ifndef FLEX_BLOCKS
+#define FLEX_BLOCKS 1
+#endif
+#ifndef HIDES_ROWS
+#define HIDES_ROWS 0
+#endif
 #define FLEX_MASK 1
 #define FLEX_DERIVATIVE 1
 #define FLEX_PARTS 0
 #define FLEX_HIDDEN 0
 #define FLEX_LONG_MASK 0
-#define FLEX_BLOCKS 1
 #define FLEX_PREFETCHES 1
 #define FLEX_PAIR_BITS HAS_PAIRS
 #define FLEX_ROW HAS_PAIRS
@@ -149,7 +156,9 @@ DEVICE float flex_exponent(const flex_values &x, const float *values, float star
     return start + 1.44269504f * flex_score(x, 0, b, h, i, j);
 }
 #endif
-DEVICE bool flex_mask(const flex_values &, INDICES) { return (i * 7 + j * 3 + h + b) % 5 != 0; }
+DEVICE bool flex_mask(const flex_values &, INDICES) {
+    return (i * 7 + j * 3 + h + b) % 5 != 0 && !(HIDES_ROWS && i % 11 == 3);
+}
 DEVICE float flex_derivative(const flex_values &, flex_sums &, float, float grad, INDICES) {
     return grad * flex_factor(i, j);
 }
@@ -246,3 +255,18 @@ def test_rows_of_the_emulated_forward_with_mods_on_hopper(tmp_path):
     assert "all rows are right" in emulated_on_hopper(
         "check_fwd_sm90", "attn_fwd_sm90_bf16_d128_q128kv128", tmp_path, *mods
     )
+
+
+# Tiles of one and of several heads, with and without shared memory for O, in boxes and whole keys.
+EMULATED_WITH_MODS = [
+    ("bf16_d128_q128kv128_cache", 1), ("fp16_d96_q128kv128_cache", 0), ("bf16_d256_q128kv64_cache", 1),
+    ("fp16_d192v128_q128kv96_cache_whole", 1), ("bf16_d128_q128kv128_cache_whole", 0)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, has_score", share_of(EMULATED_WITH_MODS, 2))
+def test_rows_of_the_emulated_forward_with_mods_over_caches(row, has_score, tmp_path):
+    (tmp_path / "flex_mods.cuh").write_text(MODS)
+    mods = ["-DFLEX=1", "-DFLEX_FACTOR=1", "-DFLEX_MAX=0", "-DHAS_PAIRS=1", "-DFLEX_BLOCKS=0", "-DHIDES_ROWS=1"]
+    mods.append(f"-DFLEX_SCORE={has_score}")
+    assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path, *mods)
