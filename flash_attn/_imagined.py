@@ -14,6 +14,7 @@ WIDTHS = {90: (132, 114, 78)}
 
 class _State(threading.local):
     is_on = False
+    capability = 0
 
 
 _state = _State()
@@ -30,7 +31,7 @@ def imagined_gpu(capability, absent, sms=None):
     """
     if _state.is_on:
         raise RuntimeError("prebuild_call() must not call itself")
-    _state.is_on = True
+    _state.is_on, _state.capability = True, capability
     flash_attn_2_cuda.imagine_gpu(capability, sms or SMS[capability], absent)
     try:
         with torch.autograd.set_multithreading_enabled(False):
@@ -42,6 +43,14 @@ def imagined_gpu(capability, absent, sms=None):
 
 def is_imagined():
     return _state.is_on
+
+
+def capability_of(device):
+    """The compute capability of the GPU of a call: 90 for 9.0."""
+    if _state.is_on:
+        return _state.capability
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def is_on_cpu(tensor):

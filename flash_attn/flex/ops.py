@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._flops import FORMULAS_OF_FLEX
 from .._flops import register as register_flops
-from .._imagined import is_imagined, is_on_cpu
+from .._imagined import capability_of, is_imagined, is_on_cpu
 from .._ops import (
     empty_like,
     forget_own_kernels,
@@ -182,7 +182,8 @@ def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is
         device, shape: of the queries, and ``(b, h, len_q, len_kv)``.
         mask, program: ``(text, tensors, numbers)``, and the object of the program or None.
         sequences: None or where the sequences lie. Beside a q_offset there are few rows, and a block of no more rows
-            than there are can be full. On a GPU the kernels of a cache take no lists.
+            than there are can be full. On a GPU the kernels of a cache take no lists, and before Hopper the generic
+            kernels, which take them, compute many rows.
         is_decoded: what :func:`is_few` says. The kernels for few rows take no lists.
     """
     b, h, len_q, len_kv = map(int, shape)
@@ -193,7 +194,9 @@ def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is
     if q_offset is not None:
         block = min(block[0], len_q), block[1]
     if not on_cpu:
-        if sequences is not None or (len_q <= block[0] and len_kv <= block[1]):
+        if len_q <= block[0] and len_kv <= block[1]:
+            return None
+        if sequences is not None and (q_offset is not None or len_q <= FEW_ROWS or capability_of(device) == 90):
             return None
         compares = program is not None and (program.reads("lt") or program.reads("le"))
         is_small = len_q <= FEW_ROWS or b * h * len_q * len_kv < FEW_PAIRS
