@@ -21,7 +21,7 @@ from flash_attn._ops import is_freed
 from flash_attn._remembered import remembered
 from flash_attn._sinks import without_rows_behind
 from flash_attn.flex import attention as flex
-from flash_attn.flex import key_order, ops
+from flash_attn.flex import ops
 from flash_attn.flex import options as mods
 from flash_attn.flex.kept_walks import FEW_BYTES, KeptWalks
 from flash_attn.flex.tracer import program_of
@@ -328,23 +328,6 @@ def _in_order_of_keys(attn_bias, cu_seqlens_k, total_kv):
     return mods.of_all_keys(attn_bias, *_kept_on_gpu(cu_seqlens_k, ("keys", total_kv), make))
 
 
-def _in_key_order(scores, q, is_packed):
-    """attn_bias or attn_mask, or a copy of it for the kernels (``flex/key_order.py``)."""
-    if scores is None or type(scores) not in (Tensor, Parameter) or scores.dim() < 2:
-        return scores
-    if _are_watched() or ops.is_watched(scores):
-        return scores  # an op makes copies of its own
-    return key_order.copied(scores, scores.dim() - 1, q.shape[0 if is_packed else 1])
-
-
-def _with_given(mod, given):
-    """A mod of the record, with the caller's tensors in place of their copies."""
-    if mod is None:
-        return None
-    text, tensors, numbers = mod
-    return text, tuple(given.get(id(x), x) for x in tensors), numbers
-
-
 def attend(
     q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
     return_attn_probs, block_table, attn_bias, attn_mask, sinks, return_lse, return_max_logits,
@@ -388,7 +371,6 @@ def attend(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         return None
     window = window_size[0], 0 if causal else window_size[1]
-    bias, mask = (_in_key_order(x, q, is_packed) for x in (attn_bias, attn_mask))
     places = blocks = None
     if on_cpu:
         (b, len_q), len_kv = q.shape[:2], keys.shape[1]
@@ -417,7 +399,7 @@ def attend(
     record = [] if is_recorded or return_lse else None
     shift = None
     if attn_bias is not None and attn_bias.dtype == torch.float64 and not on_cpu:
-        shift = _given_shift(q, keys, lengths, bias, sinks, places, window)
+        shift = _given_shift(q, keys, lengths, attn_bias, sinks, places, window)
         if shift is None:
             return None
     if is_packed and attn_bias is not None and device in mods.DEVICES_OF_KEYS:
@@ -425,13 +407,13 @@ def attend(
             return None  # C takes biases in the order of all keys, too
         shape = len(lengths[0]) - 1, q.shape[-2], *lengths[2:]
         if mods.is_of_keys(attn_bias, shape, q.shape[0], q.device.type):
-            shift = shift or _given_shift(q, keys, lengths, bias, sinks, places, window, torch.float32)
+            shift = shift or _given_shift(q, keys, lengths, attn_bias, sinks, places, window, torch.float32)
             if shift is None:
                 return None
-            bias = attn_bias = _in_order_of_keys(attn_bias, lengths[1], keys.shape[0])
+            attn_bias = _in_order_of_keys(attn_bias, lengths[1], keys.shape[0])
     wants_probability = is_recorded and sinks is not None and sinks.requires_grad
     further = (
-        _programs_of, bias, mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
+        _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
         record, wants_probability,
     )  # fmt: skip
     if is_packed:
@@ -442,11 +424,10 @@ def attend(
         return results
     out, lse, *rest = results
     probability = rest.pop(0) if len(rest) > return_max_logits else None  # a GPU has none
-    (*_, score_of, mask_of), score_mod, mask_mod, blocks, of_rows = record
+    (*_, score_of, mask_of), score, mask, blocks, of_rows = record
     if is_recorded:
-        given = {id(bias): attn_bias, id(mask): attn_mask}
-        score = None if score_of is None else score_of.bound(_with_given(score_mod, given))
-        mask = None if mask_of is None else mask_of.bound(_with_given(mask_mod, given))
+        score = None if score_of is None else score_of.bound(score)
+        mask = None if mask_of is None else mask_of.bound(mask)
         call = flex.Call(softmax_scale, score, mask, blocks, return_max_logits)
         names = [] if score_of is None else [*score_of.names]
         names += [None] * (0 if blocks is None else len(flex.LISTS)) + ([] if mask_of is None else mask_of.names)

@@ -36,7 +36,6 @@ from .arguments import (
 )
 from .block_mask import LISTS, is_own, mod_of, noop_mask, on_device
 from .derivative import derivative_of
-from .key_order import in_key_order
 from .patterns import bounds_of, softcap_of, window_of
 from .sequences import Sequences, are_ready, key_length, sequences_of, shift_of
 from .tracer import known_program_of, place_of
@@ -495,13 +494,9 @@ def _directly(query, key, value, score_mod, mask_mod, block_mask, scale, enable_
     scale = None if scale is None else number_of(scale)
     score_text = None if score is None or plain is not None else (score[0].text, score[1], score[2])
     mask_text = None if mask is None or plain is not None else (mask[0].text, mask[1], mask[2])
-    may_copy = type(query) is Tensor and (len(tensors) > 0 or (mask is not None and len(mask[1]) > 0))
-    if may_copy and not ops.is_watched(query):  # ops copy by themselves
-        score_text, mask_text = (in_key_order(mod, query.shape[2]) for mod in (score_text, mask_text))
-    ordered = (mask[0], *mask_text[1:]) if is_bare else None
     found = flash_attn_2_cuda.flex_direct(
         query, key, value, scale, enable_gqa, plain, score_text, mask_text, block_mask,
-        functools.partial(_blocks_of_bare, ordered, query, key, len_kv, sequences, wants_lists) if is_bare else None,
+        functools.partial(_blocks_of_bare, mask, query, key, len_kv, sequences, wants_lists) if is_bare else None,
         sequences,
         True if wants_lse or is_recorded else False, True if wants_max else False,
     )  # fmt: skip

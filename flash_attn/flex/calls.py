@@ -4,7 +4,6 @@ import functools
 
 import flash_attn_2_cuda
 
-from .key_order import in_key_order
 from .tracer import place_of_text
 
 MOST_LINES = 200  # of the compiler's log
@@ -44,25 +43,9 @@ def _with_names(function, **places):
     return call
 
 
-_forward = _with_names(flash_attn_2_cuda.flex_forward, score_mod=8, mask_mod=9)
-_backward = _with_names(flash_attn_2_cuda.flex_backward, score_mod=13, mask_mod=14)
+forward = _with_names(flash_attn_2_cuda.flex_forward, score_mod=8, mask_mod=9)
+backward = _with_names(flash_attn_2_cuda.flex_backward, score_mod=13, mask_mod=14)
 _classify = _with_names(lambda mask, *rest: flash_attn_2_cuda.flex_classify(*mask, *rest), mask_mod=0)
-
-
-def forward(query, key, value, out, lse, max_scores, scale, plain, score, mask, *rest):
-    score, mask = (in_key_order(mod, query.size(2)) for mod in (score, mask))
-    _forward(query, key, value, out, lse, max_scores, scale, plain, score, mask, *rest)
-
-
-def backward(query, *rest):
-    *head, score, mask, blocks, derivative, sums, deterministic, sequences = rest
-    ordered = in_key_order(score, query.size(2))
-    if ordered is not score:
-        copies = {id(x): copy for x, copy in zip(score[1], ordered[1])}
-        text, tensors, numbers = derivative
-        derivative = text, tuple(copies[id(x)] for x in tensors), numbers
-    mask = in_key_order(mask, query.size(2))
-    _backward(query, *head, ordered, mask, blocks, derivative, sums, deterministic, sequences)
 
 
 def classify(text, tensors, numbers, *rest):

@@ -135,21 +135,25 @@ def is_few(query, key, len_kv, wants_lists):
     return is_few_for_cpu(*what) if is_on_cpu(query) else not wants_lists and is_few_for_gpu(*what, query.shape[3])
 
 
-MOST_UNKNOWN = 1 << 16
+FEW_KEYS = 1 << 20  # of all query heads and sequences
 
 
-def reads_most_keys(program, numbers, len_q, len_kv):
+def reads_most_keys(program, numbers, shape):
     """Should the GPU's kernel for few rows read all keys of a mask, rather than another kernel the blocks of its lists?
 
-    On an H200 16 rows took 75 us for 16384 keys in the first kernel, and 222 us in the second one, whose few tiles
-    leave SMs idle. So lists pay if they leave out three quarters of the keys. Comparisons of indices tell how many keys
-    there can be at most. Behind an "or" that is often all of them, and a mask that sees the first keys and the last
-    ones sees few of many. So there lists are made from MOST_UNKNOWN keys on.
+    On an H200 one row of 32 heads on 8 takes 14, 33 and 133 us for 4096, 16384 and 131072 keys in the first kernel.
+    With lists it takes 61, 210 and 1650 us where they have most of the keys or a quarter, because few tiles leave SMs
+    idle, and 62 to 65 us where they have the blocks of a window of 500. So lists pay if there are many keys, and the
+    lists leave out nearly all. Comparisons of indices tell how many keys there can be at most. Behind an "or" that is
+    often all of them, and a mask that sees the first keys and the last ones sees few of many. So there lists are made.
     """
-    if program is None or (program.reads("bit_or") and len_kv > MOST_UNKNOWN):
+    b, h, len_q, len_kv = shape
+    if b * h * len_kv <= FEW_KEYS:
+        return True
+    if program is None or program.reads("bit_or"):
         return False
     first, end = keys_within(program, numbers, len_q, len_kv)
-    return 4 * (end - first) > len_kv
+    return 16 * (end - first) > len_kv
 
 
 MOST_BLOCKS = 1 << 22  # of the lists of a packed mask
@@ -202,7 +206,7 @@ def blocks_of_mask(device, shape, mask, program, sequences=None, block=BLOCK, is
         is_small = len_q <= FEW_ROWS or b * h * len_q * len_kv < FEW_PAIRS
         if mask[1] and is_small and not compares:
             return None
-        if is_decoded and reads_most_keys(program, mask[2], len_q, len_kv):
+        if is_decoded and reads_most_keys(program, mask[2], (b, h, len_q, len_kv)):
             return None
     b = b if program is None or program.reads("b") or q_offset is not None else 1
     h = h if program is None or program.reads("h") else 1

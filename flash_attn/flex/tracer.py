@@ -23,7 +23,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import operations
-from .key_order import note_program
 from .known import STAND_INS, Module
 from .lasting import (
     ANYWHERE,
@@ -87,7 +86,6 @@ class Program:
         self.ops = {self.builder.nodes[node][0] for node in self.builder.ancestors(result)}
         self.pattern = None  # of attention.plain_of: numbers, and what was found for them
         _places[self.text] = trace.where()
-        note_program(self.text, self.builder, self.captures)
         self._steps = trace.steps
         self.places = [trace.captures[i] for i in self.captures], [trace.params[i] for i in self.params]
 
