@@ -306,21 +306,38 @@ classify_operator = _Operator("flex_classify", _classify)
 # ---- what Dynamo traces ---------------------------------------------------------------------------------------------
 
 
+def _defaults_behind(mod, num):
+    """The defaults of a mod's arguments behind the first num, by place and by name.
+
+    NOTE: Dynamo of PyTorch 2.11 has no guards for defaults, and would take a graph for mods with other numbers. It has
+    guards for arguments, so the defaults are passed.
+    """
+    if not isinstance(mod, types.FunctionType):
+        return (), {}
+    values = mod.__defaults__ or ()
+    num = min(max(mod.__code__.co_argcount - num, 0), len(values))
+    return values[len(values) - num :], mod.__kwdefaults__ or {}
+
+
 def _identity(score, b, h, q_idx, kv_idx):
     return score
 
 
 def _score_function(score_mod):
+    values, named = _defaults_behind(score_mod, 5)
+
     def score(score, b, h, q_idx, kv_idx):
-        result = score_mod(score, b, h, q_idx, kv_idx)
+        result = score_mod(score, b, h, q_idx, kv_idx, *values, **named)
         return result if isinstance(result, torch.Tensor) else torch.full_like(score, result)
 
     return _identity if score_mod is None else score
 
 
 def _mask_function(mask_mod):
+    values, named = _defaults_behind(mask_mod, 4)
+
     def mask(b, h, q_idx, kv_idx):
-        result = True if mask_mod is None else mask_mod(b, h, q_idx, kv_idx)
+        result = True if mask_mod is None else mask_mod(b, h, q_idx, kv_idx, *values, **named)
         return result if isinstance(result, torch.Tensor) else b.new_full((), result, dtype=torch.bool)
 
     return mask

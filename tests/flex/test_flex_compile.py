@@ -82,6 +82,32 @@ def test_one_graph_for_lengths_and_closures():
     assert counter.frame_count == 1
 
 
+def _by_place(shift, factor):
+    return lambda score, b, h, i, j, shift=shift, factor=factor: score * factor + (j - i + shift)
+
+
+def _by_name(shift, factor):
+    def mod(score, b, h, i, j, *, shift=shift, factor=factor):
+        return score * factor + (j - i + shift)
+
+    return mod
+
+
+@pytest.mark.parametrize("make", [_by_place, _by_name])
+def test_numbers_of_defaults(make):
+    """Dynamo of PyTorch 2.11 has no guards for them."""
+
+    def call(q, k, v, mod, seen):
+        out = flex_attention(q, k, v, mod, enable_gqa=True)
+        return out + flex_attention(q, k, v, mask_mod=seen, enable_gqa=True)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for step in range(4):
+        q, k, v = (x.detach() for x in inputs(20 + step))
+        mods = make(0.1 * step, 1.0 + step), lambda b, h, i, j, most=2 * step: j <= i + most
+        torch.testing.assert_close(compiled(q, k, v, *mods), call(q, k, v, *mods), rtol=1e-5, atol=1e-5)
+
+
 def test_autocast_in_a_graph():
     def function(q, k, v):
         with torch.autocast("cpu", torch.bfloat16):
