@@ -306,17 +306,21 @@ classify_operator = _Operator("flex_classify", _classify)
 # ---- what Dynamo traces ---------------------------------------------------------------------------------------------
 
 
+_FORGETS_DEFAULTS = torch.__version__ < (2, 13)
+
+
 def _defaults_behind(mod, num):
     """The defaults of a mod's arguments behind the first num, by place and by name.
 
     NOTE: Dynamo of PyTorch 2.11 has no guards for defaults, and would take a graph for mods with other numbers. It has
-    guards for arguments, so the defaults are passed.
+    guards for arguments, so the defaults are passed. Dynamo of 2.13 has them, and refuses such questions of functions
+    that are made in the graph.
     """
-    if not isinstance(mod, types.FunctionType):
+    if not (_FORGETS_DEFAULTS and isinstance(mod, types.FunctionType)):
         return (), {}
-    values = mod.__defaults__ or ()
+    values = getattr(mod, "__defaults__", None) or ()  # a function that is made in the graph has no __kwdefaults__
     num = min(max(mod.__code__.co_argcount - num, 0), len(values))
-    return values[len(values) - num :], mod.__kwdefaults__ or {}
+    return values[len(values) - num :], getattr(mod, "__kwdefaults__", None) or {}
 
 
 def _identity(score, b, h, q_idx, kv_idx):
