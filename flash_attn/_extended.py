@@ -324,10 +324,7 @@ def _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sin
         places = mods.Places(*shape[2:], window)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     shift = mods.shift_of_rows(places, attn_bias, sinks, dtype)
-    is_of_all = len(lengths) > 0 and mods.is_of_keys(attn_bias, shape, len(q), "cpu" if is_on_cpu(q) else "cuda")
-    if is_of_all:
-        attn_bias = mods.of_all_keys(attn_bias, *mods.keys_in_sequences(lengths[1], len(k)))
-    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias, shift, is_of_all)
+    score_mod = mods.score_mod_of(places, shape, softcap, alibi_slopes, attn_bias, shift)
     return places, shift, score_mod, mods.mask_mod_of(places, shape, attn_mask)
 
 

@@ -70,7 +70,7 @@ def _stand_in(dims, dtype):
 
 
 @functools.cache
-def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, has_left, has_right, is_of_all_keys):
+def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, has_left, has_right):
     """The score_mod and the mask_mod of a kind, or None in their place, and which places they read, as bits.
 
     None: there are no such programs. slopes, bias, shift, mask: the dimensions that tensors have, or None. Those of
@@ -93,7 +93,7 @@ def _mods_of_kind(score_dtype, is_packed, has_cap, slopes, bias, shift, mask, ha
         window = values[LEFT] if has_left else -1, values[RIGHT] if has_right else -1
         places = mods.Places(1, 1 + values[LEN_SHIFT], window)
     shape, cap = (2,) * 4, values[CAP] if has_cap else 0.0
-    score_mod = mods.score_mod_of(places, shape, cap, x.get(SLOPES), x.get(BIAS), x.get(SHIFT), is_of_all_keys)
+    score_mod = mods.score_mod_of(places, shape, cap, x.get(SLOPES), x.get(BIAS), x.get(SHIFT))
     mask_mod = mods.mask_mod_of(places, shape, x.get(MASK))
     try:
         score = None if score_mod is None else _Bindable(score_mod, score_dtype, x)
@@ -115,13 +115,13 @@ def _programs_of(kind):
 
     (is_fp64, is_packed, has_cap, are_of_batches), (has_slopes, *slopes) = bits(4), bits(3)
     (has_bias, *bias), dtype, (has_mask, *mask), (has_left, has_right) = bits(5), bits(2), bits(5), bits(2)
-    (has_shift, *shift), (shift_is_fp64, is_of_all_keys) = bits(4), bits(2)
+    (has_shift, *shift), (shift_is_fp64,) = bits(4), bits(1)
     found = _mods_of_kind(
         torch.float64 if is_fp64 else torch.float32, is_packed, has_cap,
         (tuple(slopes) if are_of_batches else (slopes[1],)) if has_slopes else None,
         (tuple(bias), BIAS_DTYPES[dtype]) if has_bias else None,
         (tuple(shift), torch.float64 if shift_is_fp64 else torch.float32) if has_shift else None,
-        tuple(mask) if has_mask else None, has_left, has_right, is_of_all_keys,
+        tuple(mask) if has_mask else None, has_left, has_right,
     )  # fmt: skip
     if found is None:
         return None
@@ -296,11 +296,8 @@ def _places_on_gpu(q, k, lengths, window, is_exact):
     return found
 
 
-def _given_shift(q, k, lengths, attn_bias, sinks, places, window, dtype=torch.float64):
-    """The shift of a bias that C gets ready-made, and its values in fp32. None: something is wrong.
-
-    No kernel of a GPU makes one of fp64. That of packed biases of keys is that of each sequence.
-    """
+def _shift_of_doubles(q, k, lengths, attn_bias, sinks, places, window):
+    """The shift of a bias in fp64, which no kernel of a GPU makes, and its values in fp32. None: something is wrong."""
     dense = len(q), q.shape[-2], q.shape[1], k.shape[1]
     shape = (len(lengths[0]) - 1, q.shape[-2], *lengths[2:]) if lengths else dense
     sizes = attn_bias.shape
@@ -308,24 +305,9 @@ def _given_shift(q, k, lengths, attn_bias, sinks, places, window, dtype=torch.fl
         return None
     if attn_bias.device != q.device or is_freed(attn_bias) or not (sinks is None or _extended.fit_sinks(sinks, q)):
         return None
-    if not lengths:
-        of = mods.Places(*dense[2:], window)
-    elif places is None:
-        of = mods.PackedPlaces(*lengths[:2], q.shape[0], k.shape[0], window)
-    else:
-        of = mods.PackedPlaces.at(*places)
-    shift = mods.shift_of_rows(of, attn_bias, sinks, dtype)
+    of = mods.PackedPlaces.at(*places) if lengths else mods.Places(*dense[2:], window)
+    shift = mods.shift_of_rows(of, attn_bias, sinks, torch.float64)
     return None if shift is None else (shift, shift.float())
-
-
-def _in_order_of_keys(attn_bias, cu_seqlens_k, total_kv):
-    """A bias of the keys of packed sequences, in the order of all keys. Where these lie is kept for the next layer."""
-
-    def make():
-        with torch.inference_mode(False), torch.no_grad():
-            return mods.keys_in_sequences(cu_seqlens_k, total_kv)
-
-    return mods.of_all_keys(attn_bias, *_kept_on_gpu(cu_seqlens_k, ("keys", total_kv), make))
 
 
 def attend(
@@ -399,18 +381,9 @@ def attend(
     record = [] if is_recorded or return_lse else None
     shift = None
     if attn_bias is not None and attn_bias.dtype == torch.float64 and not on_cpu:
-        shift = _given_shift(q, keys, lengths, attn_bias, sinks, places, window)
+        shift = _shift_of_doubles(q, keys, lengths, attn_bias, sinks, places, window)
         if shift is None:
             return None
-    if is_packed and attn_bias is not None and device in mods.DEVICES_OF_KEYS:
-        if attn_bias.dim() and attn_bias.shape[-1] not in (1, lengths[3]):
-            return None  # C takes biases in the order of all keys, too
-        shape = len(lengths[0]) - 1, q.shape[-2], *lengths[2:]
-        if mods.is_of_keys(attn_bias, shape, q.shape[0], q.device.type):
-            shift = shift or _given_shift(q, keys, lengths, attn_bias, sinks, places, window, torch.float32)
-            if shift is None:
-                return None
-            attn_bias = _in_order_of_keys(attn_bias, lengths[1], keys.shape[0])
     wants_probability = is_recorded and sinks is not None and sinks.requires_grad
     further = (
         _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,

@@ -198,11 +198,7 @@ static fa_status find_kind(const fa_call *call, const fa_problem *p, int64_t rig
     add(k, call->softcap > 0, 1);
     add(k, slopes->ndim == 2, 1);
     TRY(add_dims(k, slopes, shape, 2, err));
-    /* _extended_directly.py puts the biases of keys alone in the order of all keys. */
-    const int64_t num_keys = bias.t.ndim > 0 ? bias.t.size[bias.t.ndim - 1] : 0;
-    const bool is_of_all_keys = is_packed && num_keys == p->total_kv && num_keys != call->max_seqlen_k;
-    const int64_t shape_of_bias[] = {p->b, p->h, shape[2], is_of_all_keys ? num_keys : shape[3]};
-    TRY(add_dims(k, &bias.t, shape_of_bias, 4, err));
+    TRY(add_dims(k, &bias.t, shape, 4, err));
     add(k, present(&bias.t) ? (uint64_t)dtype_bits(bias.t.dtype) : 0, 2);
     TRY(add_dims(k, &mask.t, shape, 4, err));
     add(k, call->window_left >= 0, 1);
@@ -212,7 +208,6 @@ static fa_status find_kind(const fa_call *call, const fa_problem *p, int64_t rig
     REQUIRE(!m->shift || shift.t.ndim == 3, "the shift must be [b, h, rows]");
     TRY(add_dims(k, &shift.t, shift.t.size, 3, err)); /* its sizes are those of its rows, or 1 */
     add(k, shift.t.dtype == fa_torch.f64, 1);
-    add(k, is_of_all_keys, 1);
     return FA_OK;
 }
 

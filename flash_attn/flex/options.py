@@ -173,52 +173,13 @@ def _reader(tensor, shape):
     return read
 
 
-MANY_PAIRS = 1 << 27  # of all heads: they take longer than the launches of of_all_keys
-DEVICES_OF_KEYS = ("cuda",)
-
-
-def is_of_keys(attn_bias, shape, total_q, device):
-    """Should of_all_keys order the bias of a packed call? shape: ``(b, h, max_seqlen_q, max_seqlen_k)``.
-
-    A kernel loads two neighbouring elements of ``bias[h, kv_idx]`` at a time, and once for all rows of a thread. With
-    the index ``kv_idx - start_k[q_idx]`` it loads one for each pair, behind the load of start_k.
-    """
-    if (
-        attn_bias is None
-        or device not in DEVICES_OF_KEYS
-        or not 1 <= attn_bias.dim() <= 4
-        or attn_bias.shape[-1] != shape[3]
-    ):
-        return False
-    has_no_rows = attn_bias.dim() == 1 or attn_bias.shape[-2] == 1
-    return has_no_rows and shape[3] > 1 and shape[1] * total_q * shape[3] >= MANY_PAIRS
-
-
-def keys_in_sequences(cu_seqlens_k, total_kv):
-    """The sequence of each key and its place there, int64 ``[total_kv]``. Keys of no sequence get any place."""
-    ends, key = cu_seqlens_k[1:].long(), torch.arange(total_kv, device=cu_seqlens_k.device)
-    sequence = torch.searchsorted(ends, key, right=True).clamp(max=max(len(ends) - 1, 0))
-    return sequence, key - cu_seqlens_k.long()[sequence]
-
-
-def of_all_keys(attn_bias, sequence, place):
-    """A bias of keys alone in the order of all keys, ``[1, h, 1, total_kv]``. Autograd knows it."""
-    bias = attn_bias.reshape((1,) * (4 - attn_bias.dim()) + attn_bias.shape)
-    sequence = sequence if bias.shape[0] > 1 else torch.zeros_like(sequence)
-    found = bias[sequence, :, 0, place.clamp(0, bias.shape[3] - 1)]
-    return found.t().contiguous()[None, :, None]
-
-
-def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None, shift=None, is_of_all_keys=False):
-    """The score_mod, or None. The scores have this shape, ``(b, h, len_q, len_kv)``. shift: of shift_of_rows.
-
-    is_of_all_keys: :func:`of_all_keys` made attn_bias.
-    """
+def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None, shift=None):
+    """The score_mod, or None. The scores have this shape, ``(b, h, len_q, len_kv)``. shift: of shift_of_rows."""
     if not (softcap > 0 or slopes is not None or attn_bias is not None):
         return None
     cap = softcap if softcap > 0 else None
     slope = None if slopes is None else _reader(slopes[..., None, None], shape)
-    bias_of = None if attn_bias is None else _reader(attn_bias, shape)
+    bias = None if attn_bias is None else _reader(attn_bias, shape)
     shift_at = None if shift is None else _reader(shift[..., None], shape)
     place_of, beside = places.place, places.beside
     is_one = shift is not None and shift.dim() > 0 and all(size == 1 for size in shift.shape)
@@ -231,18 +192,17 @@ def score_mod_of(places, shape, softcap=0.0, slopes=None, attn_bias=None, shift=
             of_row = slope(place)  # fp32, whose product with a distance would be fp32, too
             of_row = of_row.double() if score.dtype == torch.float64 else of_row
             score = score - of_row * (beside(i) - j).abs()
-        if bias_of is None:
+        if bias is None:
             return score
-        bias = bias_of((b, h, i, j) if is_of_all_keys else place)
         if shift_at is None:
-            return score + bias
+            return score + bias(place)
         shift = shift_at((b, h, i, j))
         if is_one:
             shift = shift + (i - i)  # what captures alone give would be computed for each call
         # A row of such biases has scores of 0, with the gradient of the score. NOTE: it is a sum, so that kernels know
         # the derivative, which is 1.
         score = score + torch.where(shift < LEAST_BIAS_OF_FP64, -score.detach(), 0.0)
-        return score + (bias - shift)
+        return score + (bias(place) - shift)
 
     return score_mod
 

@@ -237,8 +237,8 @@ def test_a_changed_bias_is_seen_by_the_backward():
 
 
 @pytest.mark.parametrize("has_shift", [False, True])
-@pytest.mark.parametrize("is_packed, is_of_all_keys", [(False, False), (True, False), (True, True)])
-def test_every_kind_has_programs(is_packed, is_of_all_keys, has_shift):
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_kind_has_programs(is_packed, has_shift):
     """The tensors of programs are those of the call, whatever dimensions a bias and a mask have."""
     for dims in itertools.product((False, True), repeat=4):
         score, mask, _ = _extended_directly._mods_of_kind(
@@ -251,7 +251,6 @@ def test_every_kind_has_programs(is_packed, is_of_all_keys, has_shift):
             dims,
             True,
             True,
-            is_of_all_keys,
         )
         assert {_extended_directly.BIAS, _extended_directly.SLOPES} <= set(score.tensors)
         assert (_extended_directly.SHIFT in score.tensors) == has_shift
