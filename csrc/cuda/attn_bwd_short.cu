@@ -236,8 +236,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
     for (int half = 0; half < 2; half++) {
         const int i = row + lane() / 4 + 8 * half;
         const float lse = i < s.len_q ? *row_stat(p.lse, s, i, at.head) : INF;
-        rows.lse[half] = fabsf(lse) == INF ? INF : lse * LOG2_E;
-        is_silent |= i < s.len_q && fabsf(lse) == INF;
+        const bool saw_a_key = fabsf(lse) != INF && first_key_of_window(p, s, i) < end_key_of_window(p, s, i);
+        rows.lse[half] = saw_a_key ? lse * LOG2_E : INF;
+        is_silent |= i < s.len_q && !saw_a_key;
     }
 
     const tile_walk keys = keys_of(p, s, 0, s.len_q - 1);
@@ -281,6 +282,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
         const float none[N][4] = {};
         store_weights<true>(unit.p, none, 0), store_weights<true>(unit.ds, none, 0);
     }
+    /* Rows that only round up the size of softmax_d become zero. */
+    for (int i = s.len_q + 2 * row + lane(); i < p.softmax_d_rows; i += 32 * UNIT_WARPS)
+        *row_stat(p.softmax_d, s, i, at.head) = 0;
     meet_in_unit();
     if (row < s.len_kv) make_key_gradients(p, unit, at, row, is_exact);
 }

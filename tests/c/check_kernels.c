@@ -731,6 +731,56 @@ static void test_short(void **state) {
     assert_true(good);
 }
 
+/* delta of rows that see no key is 0, whatever dO holds and although a sink makes the lse finite. Rows that only round
+ * up the size of softmax_d become 0. */
+static void test_delta_of_short(void **state) {
+    (void)state;
+    enum { LEN_Q = 20, LEN_KV = 10, ROWS = 128, HIDDEN = 3 };
+    float sink = 0.5f;
+    fa_problem p = {.pass = FA_BWD,
+                    .device = FA_CPU,
+                    .dtype = FA_BF16,
+                    .b = 1,
+                    .h = 1,
+                    .h_kv = 1,
+                    .d = 64,
+                    .d_v = 64,
+                    .len_q = LEN_Q,
+                    .len_kv = LEN_KV,
+                    .total_q = LEN_Q,
+                    .total_kv = LEN_KV,
+                    .cache_rows = 1,
+                    .scale = 0.125,
+                    .window_left = -1,
+                    .window_right = 0,
+                    .empty_lse = INFINITY,
+                    .sinks = {.data = &sink, .dtype = FA_F32, .stride = 1}};
+    fa_view *views[] = {&p.q, &p.o, &p.dout, &p.dq, &p.k, &p.v, &p.dk, &p.dv};
+    random_source source = {3};
+    for (int i = 0; i < 8; i++) {
+        const tensor t = tensor_make(&p, 1, i < 4 ? LEN_Q : LEN_KV, 1, ROWS_THEN_HEADS, true);
+        *views[i] = t.view;
+        for (int64_t n = 0; n < t.num_elements; n++) fa_store_element(t.view.data, n, random_normal(&source), FA_BF16);
+    }
+    alloc_row_stats(&p, &p.lse, LEN_Q, true);
+    alloc_row_stats(&p, &p.softmax_d, ROWS, true);
+    run_forward_reference(&p);
+    assert_true(isfinite(p.lse.data[HIDDEN]));
+    fa_store_element(p.dout.data, HIDDEN * p.dout.stride_row + 5, INFINITY, FA_BF16);
+    p.sinks.data = NULL;
+#if defined(CHECK_CUDA)
+    gpu_kernels = "any,short", num_short[FA_BWD] = 0;
+#endif
+    run_on(FA_ISA_SCALAR, 1, &p, true);
+#if defined(CHECK_CUDA)
+    gpu_kernels = "any,fwd_sm80,bwd_sm80";
+    assert_int_equal(num_short[FA_BWD], 1);
+#endif
+    for (int i = 0; i < ROWS; i++)
+        assert_true(i >= LEN_Q - LEN_KV && i < LEN_Q ? p.softmax_d.data[i] != 0 : p.softmax_d.data[i] == 0);
+    guarded_free_all();
+}
+
 /* ---- time ---------------------------------------------------------------------------------------------------- */
 
 static double thread_seconds(void) {
@@ -941,7 +991,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_nonfinite),    cmocka_unit_test(test_infinite_scores),
         cmocka_unit_test(test_fwd_e4m3),     cmocka_unit_test(test_16_bytes),
         cmocka_unit_test(test_equal_scores), cmocka_unit_test(test_whole_tiles),
-        cmocka_unit_test(test_short),        cmocka_unit_test(test_s_dmask),
+        cmocka_unit_test(test_short),        cmocka_unit_test(test_delta_of_short),
+        cmocka_unit_test(test_s_dmask),
     };
     if (getenv("ONLY")) cmocka_set_test_filter(getenv("ONLY"));
     if (IS_CUDA) return cmocka_run_group_tests(cuda_tests, NULL, NULL);
