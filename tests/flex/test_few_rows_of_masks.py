@@ -1,4 +1,5 @@
-"""A bare mask_mod of few queries on a GPU: the kernel for few rows reads all keys, unless lists leave most out."""
+"""A bare mask_mod of few queries on a GPU. A kernel without lists reads all keys, unless there are many of them and
+lists would leave nearly all out."""
 
 import random
 
