@@ -76,6 +76,8 @@ typedef struct {
     /* With a block mask [masks, query tiles, num_kv_tiles + 1] (flex_walks.cu). NULL: there is none. */
     const unsigned *ranks;
     int mask_b, mask_h; /* masks: mask_b mask_h */
+
+    int softmax_d_rows; /* allocated rows of one head of softmax_d; some rows may only round up the size */
 } fa_attn_bwd_params;
 
 #endif

@@ -3,8 +3,9 @@
  *
  *   D = rowsum(dO O) - dlse    lse in powers of 2
  *
- * The lse of a row is +inf, hence P = 0, in two cases:
+ * The lse of a row is +inf, hence P = 0, and D is 0, in two cases:
  *   - The row sees no key, or all its scores are -inf. Up to 128 columns slabs with such rows are marked in `turns`.
+ *     A sink gives a finite lse to such a row, so the window is asked, too.
  *   - The row lies beyond the sequence.
  *
  * One CTA serves one slab. LANES lanes read a row of HEAD_DIM columns, 16 bytes each. Memory binds: the kernel reads O
@@ -20,21 +21,10 @@
 #include "attn_bwd_params.h"
 #include "ptx_sm90.cuh"
 #include "attn_bwd_slabs.cuh"
+#include "dot.cuh"
 #include "score.cuh"
 
 constexpr int THREADS = 256, LANES = HEAD_DIM <= 64 ? 8 : HEAD_DIM <= 128 ? 16 : 32, ROWS = THREADS / LANES;
-
-DEVICE float dot(const uint4 &x, const uint4 &y) {
-    const u32 xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float x0, x1, y0, y1;
-        unpack_x2<element::output>(xs[i], x0, x1), unpack_x2<element::output>(ys[i], y0, y1);
-        sum = fmaf(x0, y0, fmaf(x1, y1, sum));
-    }
-    return sum;
-}
 
 /* A slab without rows: none sees a key, and turns begin. NOTE: between sums that fall, this kernel and the backward may
  * disagree on where a slab lies. The backward would wait forever for a turn in old memory. */
@@ -42,6 +32,14 @@ DEVICE void forget(const fa_attn_bwd_params &p, int slab) {
     float *stats = p.stats + (long long)slab * (2 * BLOCK_Q);
     for (int i = threadIdx.x; i < 2 * BLOCK_Q; i += THREADS) stats[i] = i < BLOCK_Q ? INF : 0;
     if (threadIdx.x < 2) p.turns[2 * (long long)slab + threadIdx.x] = 0;
+}
+
+/* Rows of softmax_d that only round up its size become zero. The slabs of a head share them. */
+DEVICE void clear_rows_behind(const fa_attn_bwd_params &p, const slab_rows &t, int slab) {
+    const int own = VARLEN ? clamp(p.cu_seqlens_q[p.b], 0, p.len_q) : p.len_q;
+    const long long first = own + slab % p.num_slabs * (long long)THREADS, step = p.num_slabs * (long long)THREADS;
+    float *d = p.softmax_d.data + t.b_idx * p.softmax_d.stride_b + t.head * p.softmax_d.stride_h;
+    for (long long i = first + threadIdx.x; i < p.softmax_d_rows; i += step) d[i] = 0;
 }
 
 /* Does a block mask hide all keys from the rows of the slab? */
@@ -60,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
     if (slab == 0 && threadIdx.x == 0) *p.tile_counter = 0;
     if (slab == 0)
         for (int i = threadIdx.x; i < 8 * p.num_cut; i += THREADS) p.kv_turns[i] = 0;
+    clear_rows_behind(p, t, slab);
     if (t.rows <= 0) {
         forget(p, slab);
         return;
@@ -80,9 +79,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
         }
     }
 
+    const int len_q = VARLEN ? span_at(p.cu_seqlens_q, t.b_idx, p.len_q).len : p.len_q;
+    const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;
     if (p.dq.data) {
-        const int len_q = VARLEN ? span_at(p.cu_seqlens_q, t.b_idx, p.len_q).len : p.len_q;
-        const int len_kv = VARLEN ? span_at(p.cu_seqlens_k, t.b_idx, p.len_kv).len : p.len_kv;
         const interval seen = key_tiles_of(p, len_q, len_kv, t.row / BLOCK_Q);
         if (seen.begin == seen.end || is_unlisted(p, t)) {
             element::output *dq = (element::output *)p.dq.data + t.b_idx * p.dq.stride_b + t.head * p.dq.stride_h;
@@ -96,14 +95,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL(const __grid_consta
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / ROWS; i++) {
         const int row = i * ROWS + threadIdx.x / LANES;
-        float sum = dot(x[i], y[i]);
+        float sum = add_dot<element::output>(0, x[i], y[i]);
 #pragma unroll
         for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
         if (lane != 0) continue;
         float lse = INF;
         if (row < t.rows) {
             lse = p.lse.data[t.b_idx * p.lse.stride_b + t.head * p.lse.stride_h + t.begin + t.row + row];
-            const bool sees = lse != INF && lse != -INF;
+            const interval seen = keys_of_rows(p, len_q, len_kv, t.row + row, t.row + row);
+            const bool sees = lse != INF && lse != -INF && seen.begin < seen.end;
             if (!sees) sum = 0, lse = INF, is_blind = true;
             if (sees && p.dlse.data)
                 sum -= p.dlse.data[t.b_idx * p.dlse.stride_b + t.head * p.dlse.stride_h + t.begin + t.row + row];

@@ -22,6 +22,7 @@
 #endif
 
 #include "short_units.cuh"
+#include "dot.cuh"
 #include "quads.cuh"
 
 constexpr int WEIGHTS_PITCH = UNIT_ROWS + 8; /* like PITCH */
@@ -44,18 +45,6 @@ DEVICE void read_own_rows(uint4 (&pieces)[OWN_PIECES], const factor *rows, const
             i * STEP < num_own ? *(const uint4 *)(rows + (top + i * STEP) * stride + left) : make_uint4(0, 0, 0, 0);
 }
 
-DEVICE float dot(const uint4 &a, const uint4 &b) {
-    const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float x_0, x_1, y_0, y_1;
-        unpack_x2<factor>(x[i], x_0, x_1), unpack_x2<factor>(y[i], y_0, y_1);
-        sum = fmaf(x_0, y_0, fmaf(x_1, y_1, sum));
-    }
-    return sum;
-}
-
 /* Returns dO O of the lane's rows lane / 4 and lane / 4 + 8. dO has come to shared memory. Whole warp. */
 DEVICE float2 own_delta(const uint4 (&o)[OWN_PIECES], const factor *dout) {
     const factor *own = dout + (first_row_of_warp() + top_of_lane()) * PITCH + left_of_lane();
@@ -63,7 +52,8 @@ DEVICE float2 own_delta(const uint4 (&o)[OWN_PIECES], const factor *dout) {
 #pragma unroll
     for (int i = 0; i < OWN_PIECES; i++) {
         float sum = 0;
-        if (LANES == PIECES || left_of_lane() < HEAD_DIM) sum = dot(o[i], *(const uint4 *)(own + i * STEP * PITCH));
+        if (LANES == PIECES || left_of_lane() < HEAD_DIM)
+            sum = add_dot<factor>(0, o[i], *(const uint4 *)(own + i * STEP * PITCH));
 #pragma unroll
         for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(WHOLE_WARP, sum, step);
         const int row = lane() / 4; /* lanes LANES r to LANES r + LANES - 1 have row i STEP + r */

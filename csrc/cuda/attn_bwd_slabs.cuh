@@ -31,14 +31,21 @@ DEVICE constexpr int dq_column(int wg) { return BLOCK_Q == 128 ? 0 : DQ_COLUMNS 
  * neighbours. */
 DEVICE constexpr int stat_place(int i) { return i % 8 / 2 * 4 + i / 8 * 2 + i % 2; }
 
-/* Returns the key tiles that some row of query tile i sees. The window is read at run time, because attn_bwd_prep has
- * no constant CAUSAL. */
-DEVICE interval key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv, int i) {
+/* Returns the keys that rows [first_row, last_row] see, from the first key of the first row to the last key of the last
+ * row. The window is read at run time, because attn_bwd_prep has no constant CAUSAL. */
+DEVICE interval keys_of_rows(const fa_attn_bwd_params &p, int len_q, int len_kv, int first_row, int last_row) {
     typedef mask_of<false, true> mask;
-    const int shift = len_kv - len_q, first_row = i * BLOCK_Q, last_row = min(first_row + BLOCK_Q, len_q) - 1;
-    const int begin = mask::keys_begin<INSIDE>(p, first_row, shift, 0, len_kv);
-    const int end = mask::keys_end<INSIDE>(p, last_row, shift, 0, len_kv);
-    return {begin / BLOCK_KV, begin < end ? ceil_div(end, BLOCK_KV) : begin / BLOCK_KV};
+    const int shift = len_kv - len_q;
+    return {mask::keys_begin<INSIDE>(p, first_row, shift, 0, len_kv),
+            mask::keys_end<INSIDE>(p, last_row, shift, 0, len_kv)};
+}
+
+/* Returns the key tiles that some row of query tile i sees. */
+DEVICE interval key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv, int i) {
+    const int first_row = i * BLOCK_Q, last_row = min(first_row + BLOCK_Q, len_q) - 1;
+    const interval keys = keys_of_rows(p, len_q, len_kv, first_row, last_row);
+    const int begin = keys.begin / BLOCK_KV;
+    return {begin, keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : begin};
 }
 
 /* Returns the first slab of a packed sequence. The slabs of two sequences do not meet, because

@@ -8,6 +8,7 @@
 #include "cuda_problem.h"
 #include "cuda_flex.h"
 #include "ptx_sm80.cuh"
+#include "dot.cuh"
 #include "sequence.cuh"
 
 #ifndef F32
@@ -32,18 +33,15 @@ struct problem : fa_cuda_problem {
 typedef fa_cuda_problem problem;
 #endif
 
-/* Adds the products of 16 bytes of a and b to a sum. */
-DEVICE void add_products(float &sum, const uint4 &a, const uint4 &b) {
-    const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+/* Returns sum + a . b of 16 bytes. */
+DEVICE float add_piece(float sum, const uint4 &a, const uint4 &b) {
+    if constexpr (element::BYTES == 4) {
+        const u32 x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if constexpr (element::BYTES == 4) {
-            sum = fmaf(__uint_as_float(x[i]), __uint_as_float(y[i]), sum);
-        } else {
-            float x_0, x_1, y_0, y_1;
-            unpack_x2<element::output>(x[i], x_0, x_1), unpack_x2<element>(y[i], y_0, y_1);
-            sum = fmaf(x_1, y_1, fmaf(x_0, y_0, sum));
-        }
+        for (int i = 0; i < 4; i++) sum = fmaf(__uint_as_float(x[i]), __uint_as_float(y[i]), sum);
+        return sum;
+    } else {
+        return add_dot<element>(sum, a, b);
     }
 }
 
@@ -56,7 +54,7 @@ DEVICE float delta_at(const problem &p, const sequence &s, int i, int head, bool
     float sum = 0;
     if (p.piece_bytes == 16) {
         for (int c = own_lane * PIECE; c < columns; c += LANES * PIECE)
-            add_products(sum, *(const uint4 *)(o + c), *(const uint4 *)(dout + c));
+            sum = add_piece(sum, *(const uint4 *)(o + c), *(const uint4 *)(dout + c));
     } else {
         for (int c = own_lane; c < columns; c += LANES) sum += cvt_f32(o[c]) * cvt_f32(dout[c]);
     }

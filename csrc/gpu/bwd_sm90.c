@@ -39,6 +39,7 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->o = tensor_of(&p->o, packed), a->dout_rows = tensor_of(&p->dout, packed);
     a->dq = tensor_of(&p->dq, packed), a->dk = tensor_of(&p->dk, packed), a->dv = tensor_of(&p->dv, packed);
     a->lse = stats_of(&p->lse, packed), a->softmax_d = stats_of(&p->softmax_d, packed);
+    a->softmax_d_rows = (int)(p->flex ? 0 : p->softmax_d.stride_h); /* mods: all rows are queries */
     a->stats = (float *)(workspace + w->stats);
     a->dq_sums = (float *)(workspace + w->dq_sums);
     a->turns = (unsigned *)(workspace + w->turns);

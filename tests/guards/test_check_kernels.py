@@ -221,6 +221,11 @@ def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
     assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", f"attn_bwd_sm90_{row}", tmp_path)
 
 
+@pytest.mark.parametrize("row", ["bf16_d64_q128kv128", "fp16_d80_q64kv128_varlen", "bf16_d256_q64kv128_varlen"])
+def test_rows_of_the_emulated_preparation_of_the_backward(row, tmp_path):
+    assert "all rows are prepared" in emulated_on_hopper("check_bwd_prep", f"attn_bwd_prep_{row}", tmp_path)
+
+
 # O leaves from the place of Q, from a place of its own, or without shared memory. There are one to four warpgroups, two
 # CTAs on an SM, every mask, packed sequences, fewer columns than shared memory has, V of other columns, KV caches,
 # and single or whole keys of them.
