@@ -372,8 +372,8 @@ static void launches(void) {
     CHECK(strstr(err.text, "launching the kernel attn_fwd_sm90_bf16"));
 }
 
-/* Two threads, and variants that belong in one place of the table. Where other processes take all cores, each meeting of
- * the threads waits for them. So the rounds end after some seconds, too. */
+/* Two threads, and variants that belong in one place of the table. Where other processes take all cores, the threads
+ * wait for these at each meeting. So the rounds end after some seconds, too. */
 static atomic_int num_arrived, num_loaded;
 static fa_variant colliding[2];
 static atomic_bool is_wrong, is_over;
