@@ -197,16 +197,32 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
     if (p->dv.data) bwd_write_keys(&t, &p->dv, t.dv, p->d_v, l->v_columns, job->kept);
 }
 
-/* Flex: runs the tasks of all copies that no other worker takes. */
-static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, flex_own_views *own_views, char *scratch) {
-    for (int64_t i; (i = atomic_fetch_add_explicit(&job->next_copy, 1, memory_order_relaxed)) < job->num_copies;) {
-        double *copy = job->copies + i * job->sums.num, *addresses[FA_FLEX_MAX_CAPTURES];
-        const int64_t num = job->list->num_tasks;
-        memset(copy, 0, (size_t)job->sums.num * sizeof *copy);
-        fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, copy, addresses);
-        fa_flex_scatter_to(programs->derivative, addresses);
-        for (int64_t task = num * i / job->num_copies; task < num * (i + 1) / job->num_copies; task++)
-            bwd_run_task(job, &job->list->tasks[task], programs, own_views, scratch);
+/* Flex: the chain of a task (flex_gradients.h). */
+static int64_t bwd_chain_of(const bwd_job *job, const fa_task *task) {
+    const int64_t head = job->sums.by_head ? task->head_kv : 0;
+    return job->sums.by_key ? head * job->layout.shares + task->begin : head;
+}
+
+static void bwd_clear_copies(int64_t begin, int64_t end, void *ctx) {
+    const bwd_job *job = ctx;
+    const int64_t num = job->num_copies * job->sums.num;
+    for (int64_t w = begin; w < end; w++) {
+        const int64_t first = num * w / job->threads, last = num * (w + 1) / job->threads;
+        memset(job->copies + first, 0, (size_t)(last - first) * sizeof *job->copies);
+    }
+}
+
+/* Flex: runs the chains of all copies that no other worker takes. places: where the derivative's scatters add. */
+static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, fa_flex_sums_at *places,
+                           flex_own_views *own_views, char *scratch) {
+    const int64_t num = job->list->num_tasks, num_chains = job->num_chains;
+    for (int64_t i;
+         (i = atomic_fetch_add_explicit(&job->next_chain, 1, memory_order_relaxed)) < job->num_copies * num_chains;) {
+        const int64_t idx = i / num_chains, chain = i % num_chains;
+        fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, job->copies + idx * job->sums.num, places);
+        for (int64_t at = num * idx / job->num_copies; at < num * (idx + 1) / job->num_copies; at++)
+            if (bwd_chain_of(job, &job->list->tasks[at]) == chain)
+                bwd_run_task(job, &job->list->tasks[at], programs, own_views, scratch);
     }
 }
 
@@ -226,11 +242,16 @@ static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
         atomic_store(&job->failed, true);
         return;
     }
+    fa_flex_sums_at places[FA_FLEX_MAX_CAPTURES];
+    if (fa_flex_of(job->p) && job->sums.is_wanted) {
+        fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, NULL, places);
+        fa_flex_scatter_to(programs.derivative, places);
+    }
     vec_mode mode = vec_enter();
     product_enter();
     for (int64_t w = begin; w < end; w++) {
         char *scratch = job->scratch + (size_t)w * job->layout.scratch_bytes;
-        if (job->num_copies > 0) bwd_run_copies(job, &programs, &own_views, scratch);
+        if (job->num_copies > 0) bwd_run_copies(job, &programs, places, &own_views, scratch);
         for (const fa_task *task; job->num_copies == 0 && (task = fa_take_task(job->list));)
             bwd_run_task(job, task, &programs, &own_views, scratch);
     }
@@ -285,9 +306,10 @@ static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
     const fa_problem *p = job->p;
     const fa_bwd_layout *l = &job->layout;
     const int64_t g = p->h / p->h_kv;
-    job->sums = fa_flex_sums_of(fa_flex_of(p));
+    job->sums = fa_flex_sums_of(p, true);
     job->copies = (double *)((char *)job->slabs + l->slabs_bytes);
-    job->num_copies = job->sums.num > 0 ? fa_flex_num_copies(&job->sums, num_tasks) : 0;
+    job->num_chains = fa_flex_num_chains(p, &job->sums, l->shares);
+    job->num_copies = job->sums.num > 0 ? fa_flex_num_copies(&job->sums, num_tasks, job->num_chains) : 0;
     fa_flex_block_map map = fa_flex_block_map_of(p);
     map.kinds = (uint8_t *)job->copies + fa_flex_copies_bytes(p, num_tasks);
     fa_flex_fill_block_map(&map, fa_flex_of(p));
@@ -329,11 +351,12 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
     if (fa_flex_of(p)) bwd_start_flex(&job, tasks, num_tasks);
     /* Copies of gradients belong to tasks in their first order. */
     if (plan->cpu.threads > 1 && job.num_copies == 0) fa_sort_tasks(tasks, num_tasks);
-    void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, bwd_run_workers,
+    const bool has_copies = job.num_copies > 0;
+    void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, has_copies ? bwd_clear_copies : NULL, bwd_run_workers,
                                                        p->dq.data && shares > 1 ? bwd_sum_slabs : NULL,
-                                                       job.num_copies > 0 ? bwd_add_copies : NULL};
+                                                       has_copies ? bwd_add_copies : NULL};
     bool is_done = true;
-    for (int i = 0; i < 4 && is_done && !job.failed; i++) {
+    for (int i = 0; i < 5 && is_done && !job.failed; i++) {
         if (!steps[i]) continue;
         if (plan->cpu.threads == 1)
             steps[i](0, 1, &job); /* the work is too small to wake other threads */

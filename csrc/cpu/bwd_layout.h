@@ -132,9 +132,9 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
 
 /* The number of tasks that share the ranges of a sequence. One task takes all ranges if every thread still has enough
  * tasks. dK and dV of more keys leave the second-level cache for the third-level cache. With narrow rows this costs as
- * much as one task saves. Gradients of captures are sums over tasks, so then the tasks do not depend on the threads. */
+ * much as one task saves. If gradients of captures are sums over tasks, the tasks do not depend on the threads. */
 static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
-    if (fa_flex_of(p) && fa_flex_of(p)->gradients) return ranges;
+    if (fa_flex_of(p) && fa_flex_sums_of(p, true).num > 0) return ranges;
     const int64_t tasks_of_thread = 8, most_narrow_keys = 4096;
     const bool enough = threads == 1 || p->b * p->h_kv >= tasks_of_thread * threads;
     return enough && (p->d > 64 || p->len_kv <= most_narrow_keys) ? 1 : ranges;
@@ -143,8 +143,9 @@ static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
 /* The bytes of all copies of the sums of gradients of captures. */
 static inline size_t fa_flex_copies_bytes(const fa_problem *p, int64_t num_tasks) {
     if (!fa_flex_of(p)) return 0;
-    const fa_flex_sums sums = fa_flex_sums_of(fa_flex_of(p));
-    return (size_t)(fa_flex_num_copies(&sums, num_tasks) * sums.num) * sizeof(double);
+    const fa_flex_sums sums = fa_flex_sums_of(p, true);
+    const int64_t heads = p->b * p->h_kv, chains = fa_flex_num_chains(p, &sums, heads > 0 ? num_tasks / heads : 1);
+    return (size_t)(fa_flex_num_copies(&sums, num_tasks, chains) * sums.num) * sizeof(double);
 }
 
 /* Writes the tasks and returns their number. A task has ranges [begin, end), and its cost is the number of visible

@@ -22,12 +22,13 @@ typedef struct {
     float kept;           /* 1 / (1 - dropout_p) */
     bool drops;           /* dropout is on, and keep_max allows a drop */
     fa_isa isa;
-    fa_flex_seen seen;         /* flex */
-    fa_flex_sums sums;         /* flex: of the gradients of captures */
-    double *copies;            /* [num_copies][sums.num] */
-    int64_t num_copies;        /* 0: no gradient of a capture is wanted */
-    _Atomic int64_t next_copy; /* the first copy whose tasks no worker has taken */
-    atomic_bool failed;        /* flex: no memory for the programs */
+    fa_flex_seen seen;          /* flex */
+    fa_flex_sums sums;          /* flex: of the gradients of captures */
+    double *copies;             /* [num_copies][sums.num] */
+    int64_t num_copies;         /* 0: no gradient of a capture is a sum of tasks */
+    int64_t num_chains;         /* of the tasks of a copy */
+    _Atomic int64_t next_chain; /* the first chain of a copy that no worker has taken */
+    atomic_bool failed;         /* flex: no memory for the programs */
 } bwd_job;
 
 /* The state of a task: the layout's offsets as pointers, the task's keys, and the packed block of keys. */

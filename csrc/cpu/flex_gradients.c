@@ -6,28 +6,66 @@ static int64_t elements_of(const fa_flex_bound *bound, int capture) {
     return num;
 }
 
-static bool is_wanted(const fa_flex *flex, int capture) {
+/* Returns the scatter to a capture, or NULL. *is_only: there is one. */
+static const fa_flex_instruction *scatter_to(const fa_flex *flex, int capture, bool *is_only) {
     const fa_flex_program *p = flex->derivative->program;
-    if (!flex->gradients[capture] || !flex->derivative->captures[capture].data) return false;
-    for (int32_t i = 0; i < p->num_instructions; i++)
-        if (p->instructions[i].op == FA_FLEX_scatter && p->instructions[i].source == capture) return true;
-    return false;
+    const fa_flex_instruction *found = NULL;
+    *is_only = true;
+    if (!flex->gradients[capture] || !flex->derivative->captures[capture].data) return NULL;
+    for (int32_t i = 0; i < p->num_instructions; i++) {
+        const fa_flex_instruction *x = &p->instructions[i];
+        if (x->op != FA_FLEX_scatter || x->source != capture) continue;
+        *is_only = !found;
+        found = x;
+    }
+    return found;
 }
 
-fa_flex_sums fa_flex_sums_of(const fa_flex *flex) {
+/* Which of b, h, q_idx and kv_idx are an index of a scatter, and always inside the capture, or have one value only. */
+typedef struct {
+    bool b, h, q, kv;
+} own_indices;
+
+static own_indices indices_of(const fa_problem *p, const fa_flex_instruction *scatter) {
+    const fa_flex_program *program = p->flex->derivative->program;
+    const int64_t *size = p->flex->derivative->captures[scatter->source].size;
+    own_indices has = {p->b == 1, p->h == 1, p->len_q == 1, p->len_kv == 1};
+    for (int dim = 0; dim + 1 < scatter->num_operands; dim++)
+        switch ((fa_flex_op)program->instructions[scatter->operand[dim]].op) {
+        case FA_FLEX_b: has.b |= size[dim] >= p->b; break;
+        case FA_FLEX_h: has.h |= size[dim] >= p->h; break;
+        case FA_FLEX_q_idx: has.q |= size[dim] >= p->len_q && !p->flex->q_offset; break;
+        case FA_FLEX_kv_idx: has.kv |= size[dim] >= p->len_kv; break;
+        default: break;
+        }
+    return has;
+}
+
+fa_flex_sums fa_flex_sums_of(const fa_problem *p, bool owns) {
+    const fa_flex *flex = p->flex;
     fa_flex_sums sums = {.num = 0};
     if (!flex->derivative || !flex->gradients) return sums;
+    sums.is_wanted = true, sums.by_head = sums.by_key = owns;
     for (int c = 0; c < flex->derivative->program->num_captures; c++) {
-        sums.at[c] = is_wanted(flex, c) ? sums.num : -1;
-        if (sums.at[c] >= 0) sums.num += elements_of(flex->derivative, c);
+        bool is_only;
+        const fa_flex_instruction *scatter = scatter_to(flex, c, &is_only);
+        sums.at[c] = -1;
+        if (!scatter) continue;
+        const own_indices has = is_only ? indices_of(p, scatter) : (own_indices){false, false, false, false};
+        const bool is_fp64 = flex->derivative->program->captures[c].dtype == FA_FLEX_OF_F64;
+        sums.is_own[c] = owns && !is_fp64 && has.b && has.h && has.q && has.kv;
+        if (sums.is_own[c]) continue;
+        sums.by_head &= has.h, sums.by_key &= has.kv;
+        sums.at[c] = sums.num, sums.num += elements_of(flex->derivative, c);
     }
     return sums;
 }
 
 void fa_flex_point_at_sums(const fa_flex *flex, const fa_flex_sums *sums, double *copy,
-                           double *addresses[FA_FLEX_MAX_CAPTURES]) {
+                           fa_flex_sums_at places[FA_FLEX_MAX_CAPTURES]) {
     for (int c = 0; c < flex->derivative->program->num_captures; c++)
-        addresses[c] = sums->at[c] < 0 ? NULL : copy + sums->at[c];
+        places[c] = (fa_flex_sums_at){.fp64 = sums->at[c] < 0 || !copy ? NULL : copy + sums->at[c],
+                                      .fp32 = sums->is_own[c] ? flex->gradients[c] : NULL};
 }
 
 void fa_flex_add_sums(const fa_flex *flex, const fa_flex_sums *sums, const double *copies, int64_t num_copies,

@@ -166,6 +166,34 @@ INLINE void flex_scale(float *line, int64_t lanes, float scale) {
         vec_store(line + lane, vec_mul(vec_load(line + lane), vec_set(scale)));
 }
 
+/* What a score_mod adds to the scores of lines [begin, end), in rows of FA_FLEX_TILE. NULL: it does something else. */
+typedef struct {
+    const float *values;
+    int begin, end;
+} flex_bias;
+
+/* Scales the scores of a line, and returns what the score_mod makes of them. The next line comes next, or a later one.
+ * `sums` has room for a line. Without a score_mod the scaled scores are returned. */
+INLINE const float *flex_modify(fa_flex_evaluator *score, flex_bias *bias, int key, float *line, int lanes, float scale,
+                                float *sums) {
+    if (score && key >= bias->end) {
+        int num_lines = 1;
+        bias->values = fa_flex_bias_lines(score, key, &num_lines);
+        bias->begin = key, bias->end = key + num_lines;
+    }
+    if (!bias->values) {
+        flex_scale(line, lanes, scale);
+        return score ? fa_flex_line(score, key, line, NULL) : line;
+    }
+    const float *added = bias->values + (key - bias->begin) * FA_FLEX_TILE;
+    for (int lane = 0; lane < lanes; lane += LANES) {
+        const vec x = vec_mul(vec_load(line + lane), vec_set(scale));
+        vec_store(line + lane, x);
+        vec_store(sums + lane, vec_add(x, vec_load(added + lane)));
+    }
+    return sums;
+}
+
 /* Scores of keys [begin, end) become scores in units of log2, with -inf where they are hidden. lane_max receives the
  * maxima in units of log2, and max_scores, unless it is NULL, the maxima before. Without a score_mod and without
  * max_scores `scale` contains log2(e). With gaps some keys may be hidden from all lanes. */
@@ -174,6 +202,8 @@ OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64
     const vec lowest = vec_set(-INFINITY);
     fa_flex_evaluator *score = t->programs->score;
     const vec to_log2 = vec_set(score || max_scores ? (float)LOG2_E : 1.0f);
+    flex_bias bias = {NULL, 0, 0};
+    float sums[FA_FLEX_TILE];
     if (score) flex_start(score, t);
     for (int64_t key = begin; key < end; key++) {
         float *line = scores + key * t->lanes;
@@ -182,8 +212,7 @@ OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64
             for (int lane = 0; lane < t->lanes; lane += LANES) vec_store(line + lane, lowest);
             continue;
         }
-        flex_scale(line, t->lanes, scale);
-        const float *s = score ? fa_flex_line(score, (int)key, line, NULL) : line;
+        const float *s = flex_modify(score, &bias, (int)key, line, t->lanes, scale, sums);
         for (int lane = 0; lane < t->lanes; lane += LANES) {
             vec x = vec_select(mask_bytes_le(hides + lane, 0), vec_load(s + lane), lowest);
             if (max_scores) vec_store(max_scores + lane, vec_max(x, vec_load(max_scores + lane)));

@@ -34,7 +34,8 @@ OUTLINE void flex_gradients(const flex_tile *t, float *scores, float *dprob, int
     const int lanes = t->lanes;
     fa_flex_evaluator *score = t->programs->score, *derivative = t->programs->derivative;
     const float to_log2 = score ? (float)LOG2_E : 1.0f;
-    float p[FA_FLEX_TILE];
+    float p[FA_FLEX_TILE], sums[FA_FLEX_TILE];
+    flex_bias bias = {NULL, 0, 0};
     if (score) flex_start(score, t);
     if (derivative) flex_start(derivative, t);
     for (int64_t key = begin; key < end; key++, scores += lanes, dprob += lanes) {
@@ -44,8 +45,7 @@ OUTLINE void flex_gradients(const flex_tile *t, float *scores, float *dprob, int
             memset(dprob, 0, (size_t)lanes * sizeof *dprob);
             continue;
         }
-        flex_scale(scores, lanes, scale);
-        const float *s = score ? fa_flex_line(score, (int)key, scores, NULL) : scores;
+        const float *s = flex_modify(score, &bias, (int)key, scores, lanes, scale, sums);
         if (marks_infinite) flex_hide_infinite(s, lanes, 0, 1, hides);
         flex_line_gradients(lanes, s, to_log2, scores, dprob, p, lse, delta, hides);
         if (derivative) {
@@ -57,6 +57,7 @@ OUTLINE void flex_gradients(const flex_tile *t, float *scores, float *dprob, int
         }
         memcpy(scores, p, (size_t)lanes * sizeof *p);
     }
+    if (derivative) fa_flex_add_waiting(derivative);
 }
 
 /* The forms of P and dS that the products read. For fp32 the floats are these forms. */

@@ -40,7 +40,7 @@ typedef struct {
     double *raw, *s; /* [len_kv] scores before and after the score_mod; s is -inf in a masked pair */
     double *p, *ds;  /* [len_kv] backward */
     double *dk, *dv; /* [len_kv][d], [len_kv][d_v] backward */
-    double *sums[FA_FLEX_MAX_CAPTURES];
+    fa_flex_sums_at sums[FA_FLEX_MAX_CAPTURES];
 } flex_head;
 
 /* ---- programs ---------------------------------------------------------------------------------------------------- */
@@ -228,6 +228,7 @@ static void run_key_head(flex_head *x, int64_t b_idx, int64_t head_kv) {
                 backward_row(x, i);
         }
     }
+    if (x->job->copy) fa_flex_add_waiting(x->derivative);
     const fa_sequence s = fa_sequence_at(p, b_idx);
     for (int64_t j = 0; j < p->len_kv && p->pass == FA_BWD; j++) {
         if (p->dk.data)
@@ -255,7 +256,7 @@ bool fa_reference_flex_fwd(const fa_problem *p, void *workspace, const fa_pool *
 }
 
 bool fa_reference_flex_bwd(const fa_problem *p, void *workspace, const fa_pool *pool) {
-    flex_job job = {.p = p, .map = fa_flex_block_map_of(p), .sums = fa_flex_sums_of(p->flex)};
+    flex_job job = {.p = p, .map = fa_flex_block_map_of(p), .sums = fa_flex_sums_of(p, false)};
     job.map.kinds = workspace;
     fa_flex_fill_block_map(&job.map, p->flex);
     if (job.sums.num == 0) return pool->parallel_for(p->b * p->h_kv, run_tasks, &job) && !job.failed;

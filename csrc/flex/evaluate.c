@@ -23,8 +23,11 @@ struct fa_flex_evaluator {
     void **spread; /* [num_instructions]: the line's value of the step LINES, copied; NULL: the step LINE reads none */
     int64_t index[4]; /* b, h, first line, first lane */
     int num_lines, num_lanes;
+    int32_t bias; /* if the result is the score plus what a gather of the step LINE reads: the gather; otherwise -1 */
+    const float *bias_value; /* if the result is the score plus a value of another step: the value, of a line */
+    int32_t passed; /* if a line only scatters the gradient and passes it on: the scatter in schedule; otherwise -1 */
     bool lanes_are_keys;
-    double *const *sums; /* where scatters add; NULL: nowhere */
+    const fa_flex_sums_at *sums; /* [captures], where scatters add; NULL: nowhere */
     void *memory;
 };
 
@@ -53,34 +56,17 @@ static void gather(const fa_flex_evaluator *e, const fa_flex_operation *o) {
         memset(o->r, 0, (size_t)o->n * element_bytes(o->x->result));
 }
 
-static bool same_for_all_lanes(const fa_flex_evaluator *e, const fa_flex_operation *o) {
-    for (int i = 0; i + 1 < o->x->num_operands; i++) {
-        const step from = step_of(e, &e->bound->program->instructions[o->x->operand[i]]);
-        if (from == LANES || from == LINE) return false;
-    }
-    return true;
+/* Where a scatter adds. */
+static fa_flex_sums_at sums_of(const fa_flex_evaluator *e, int32_t source) {
+    return e->sums && e->bound->captures[source].data ? e->sums[source] : (fa_flex_sums_at){NULL, NULL};
 }
 
-/* Zeros are not added, so that lanes without a gradient do not matter. */
 static void scatter(const fa_flex_evaluator *e, const fa_flex_operation *o) {
     const fa_flex_capture *c = &e->bound->captures[o->x->source];
     const int rank = o->x->num_operands - 1;
-    const void *values = o->in[rank];
-    memcpy(o->r, values, (size_t)o->n * element_bytes(o->x->result));
-    double *sums = e->sums && c->data ? e->sums[o->x->source] : NULL;
-    if (!sums) return;
-    const bool is_double = o->x->result == FA_FLEX_F64, is_one = same_for_all_lanes(e, o);
-    int64_t at[MOST];
-    double sum = 0;
-    e->operations->place(o, c, rank, at);
-    for (int i = 0; i < e->num_lanes; i++) {
-        const double value = is_double ? ((const double *)values)[i] : (double)((const float *)values)[i];
-        if (is_one)
-            sum += value;
-        else if (value != 0)
-            sums[at[i]] += value;
-    }
-    if (is_one) sums[at[0]] += sum;
+    const fa_flex_sums_at to = sums_of(e, o->x->source);
+    if (e->passed < 0) memcpy(o->r, o->in[rank], (size_t)o->n * element_bytes(o->x->result));
+    if (to.fp64 || to.fp32) e->operations->scatter(o, c, rank, to);
 }
 
 static void run(fa_flex_evaluator *e, const fa_flex_operation *o, const void *scores, const void *grads) {
@@ -108,7 +94,8 @@ static void run(fa_flex_evaluator *e, const fa_flex_operation *o, const void *sc
 static void run_step(fa_flex_evaluator *e, step now, int n, const void *scores, const void *grads) {
     const unsigned mode = fa_keep_denormals();
     for (int32_t i = e->first[now]; i < e->first[now + 1]; i++) {
-        e->schedule[i].n = n;
+        e->schedule[i].n = whole_groups(n);
+        e->schedule[i].used = n;
         run(e, &e->schedule[i], scores, grads);
     }
     fa_restore_denormals(mode);
@@ -126,32 +113,70 @@ void fa_flex_start_lines(fa_flex_evaluator *e, int64_t first, int num) {
     if (e->index[2] == first && e->num_lines == num) return;
     e->index[2] = first;
     e->num_lines = num;
-    run_step(e, LINES, whole_groups(num), NULL, NULL);
+    run_step(e, LINES, num, NULL, NULL);
 }
 
 void fa_flex_start_lanes(fa_flex_evaluator *e, int64_t first, int num) {
     if (e->index[3] == first && e->num_lanes == num) return;
     e->index[3] = first;
     e->num_lanes = num;
-    run_step(e, LANES, whole_groups(num), NULL, NULL);
+    run_step(e, LANES, num, NULL, NULL);
 }
 
-const void *fa_flex_line(fa_flex_evaluator *e, int line, const void *scores, const void *grads) {
+/* Copies the values of a line that the step LINE reads to all lanes. */
+static void spread_line(fa_flex_evaluator *e, int line) {
     const fa_flex_program *p = e->bound->program;
-    const int n = whole_groups(e->num_lanes);
     for (int32_t i = e->first[LINES]; i < e->first[LINES + 1]; i++) {
         const int32_t idx = e->order[i];
         if (!e->spread[idx]) continue;
         const uint8_t type = p->instructions[idx].result;
-        e->operations->fill((fa_flex_type)type, n, e->spread[idx],
+        e->operations->fill((fa_flex_type)type, whole_groups(e->num_lanes), e->spread[idx],
                             (const char *)e->values[idx] + (size_t)line * element_bytes(type));
     }
-    run_step(e, LINE, n, scores, grads);
+}
+
+const float *fa_flex_bias_lines(fa_flex_evaluator *e, int line, int *num_lines) {
+    if (e->bias < 0 && !e->bias_value) return NULL;
+    spread_line(e, line);
+    *num_lines = 1;
+    if (e->bias_value) return e->bias_value;
+    fa_flex_operation *o = &e->schedule[e->bias];
+    const fa_flex_capture *c = &e->bound->captures[o->x->source];
+    if (!c->data) return NULL;
+    o->n = whole_groups(e->num_lanes), o->used = e->num_lanes;
+    const unsigned mode = fa_keep_denormals();
+    const float *found =
+        e->operations->gather_lines(o, c, (fa_flex_dtype)e->bound->program->captures[o->x->source].dtype, num_lines);
+    fa_restore_denormals(mode);
+    if (*num_lines > e->num_lines - line) *num_lines = e->num_lines - line;
+    return found;
+}
+
+const void *fa_flex_line(fa_flex_evaluator *e, int line, const void *scores, const void *grads) {
+    const fa_flex_program *p = e->bound->program;
+    spread_line(e, line);
     const int32_t last = p->num_instructions - 1;
+    if (e->passed >= 0) {
+        fa_flex_operation *o = &e->schedule[e->passed];
+        const void *own = o->in[o->x->num_operands - 1];
+        o->n = whole_groups(e->num_lanes), o->used = e->num_lanes, o->in[o->x->num_operands - 1] = grads;
+        scatter(e, o);
+        o->in[o->x->num_operands - 1] = own;
+        return grads;
+    }
+    run_step(e, LINE, e->num_lanes, scores, grads);
     return e->spread[last] ? e->spread[last] : e->values[last];
 }
 
-void fa_flex_scatter_to(fa_flex_evaluator *e, double *const *sums) { e->sums = sums; }
+void fa_flex_scatter_to(fa_flex_evaluator *e, const fa_flex_sums_at *sums) { e->sums = sums; }
+
+void fa_flex_add_waiting(fa_flex_evaluator *e) {
+    const unsigned mode = fa_keep_denormals();
+    for (int32_t i = e->first[LINE]; i < e->first[LINE + 1]; i++)
+        if (fa_flex_is_scatter(e->schedule[i].x))
+            e->operations->add_waiting(&e->schedule[i], sums_of(e, e->schedule[i].x->source));
+    fa_restore_denormals(mode);
+}
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
@@ -168,11 +193,13 @@ static void mark_spread(const fa_flex_evaluator *e, uint8_t *is_spread) {
         if (step_of(e, &p->instructions[idx]) != LINES) is_spread[idx] = 0;
 }
 
-/* Finds what the indices of a gather grow by from key to key, or from query to query. Returns whether that is known. */
+/* Finds what the indices of a gather or a scatter grow by from key to key, or from query to query. Returns whether that
+ * is known. */
 static bool find_slopes(const fa_flex_evaluator *e, const fa_flex_trait *traits, const fa_flex_instruction *x,
                         bool are_keys, int32_t *slope) {
+    const int rank = x->num_operands - fa_flex_is_scatter(x);
     bool is_even = true;
-    for (int i = 0; i < x->num_operands; i++) {
+    for (int i = 0; i < rank; i++) {
         const int32_t operand = x->operand[i];
         const uint8_t depends = e->bound->program->instructions[operand].depends;
         const bool is_same = !(depends & ((are_keys ? FA_FLEX_ON_KV : FA_FLEX_ON_Q) | FA_FLEX_ON_SCORE));
@@ -182,7 +209,7 @@ static bool find_slopes(const fa_flex_evaluator *e, const fa_flex_trait *traits,
     return is_even;
 }
 
-/* turned: room for the lines of a gather. */
+/* turned: room for lines. */
 static void look_at_indices(const fa_flex_evaluator *e, step now, const fa_flex_trait *traits, fa_flex_operation *o,
                             fa_flex_turned *turned) {
     const bool are_keys = e->lanes_are_keys == (now != LINES);
@@ -206,11 +233,45 @@ static void sort_steps(fa_flex_evaluator *e, const fa_flex_trait *traits) {
                 const int32_t operand = x->operand[i];
                 o->in[i] = now == LINE && e->spread[operand] ? e->spread[operand] : e->values[operand];
             }
-            if (x->op == FA_FLEX_gather) look_at_indices(e, (step)now, traits, o, &e->turned[num]);
+            if (x->op == FA_FLEX_gather || fa_flex_is_scatter(x))
+                look_at_indices(e, (step)now, traits, o, &e->turned[num]);
             e->order[num++] = idx;
         }
     }
     e->first[NUM_STEPS] = num;
+}
+
+/* Finds what the result adds to the score, in fp32, if the step LINE does nothing else: a gather of the step, or a
+ * value of another step. */
+static void find_bias(fa_flex_evaluator *e) {
+    const fa_flex_program *p = e->bound->program;
+    const int32_t num = e->first[LINE + 1] - e->first[LINE], idx = p->num_instructions - 1;
+    const fa_flex_instruction *last = &p->instructions[idx];
+    e->bias = -1;
+    if (num < 2 || num > 3 || last->op != FA_FLEX_add || last->type != FA_FLEX_F32) return;
+    for (int side = 0; side < 2; side++) {
+        const int32_t other = last->operand[1 - side];
+        if (p->instructions[last->operand[side]].op != FA_FLEX_score || p->instructions[other].op == FA_FLEX_score)
+            continue;
+        for (int32_t i = e->first[LINE]; i < e->first[LINE + 1]; i++)
+            if (e->order[i] == other && p->instructions[other].op == FA_FLEX_gather) e->bias = i;
+        if (num == 2) e->bias_value = e->spread[other] ? e->spread[other] : e->values[other];
+    }
+}
+
+/* Finds e->passed. Such a derivative may ask whether the gradient is 0, because then its result is 0. */
+static int32_t find_passed(const fa_flex_evaluator *e) {
+    const fa_flex_program *p = e->bound->program;
+    int32_t found = -1;
+    if (!fa_flex_passes_gradient(p)) return -1;
+    for (int32_t i = e->first[LINE]; i < e->first[LINE + 1]; i++) {
+        const fa_flex_instruction *x = e->schedule[i].x;
+        if (x->op == FA_FLEX_grad || x->op == FA_FLEX_ne || x->op == FA_FLEX_where) continue;
+        if (!fa_flex_is_scatter(x) || found >= 0 || x->result != FA_FLEX_F32) return -1;
+        if (p->instructions[x->operand[x->num_operands - 1]].op != FA_FLEX_grad) return -1;
+        found = i;
+    }
+    return found;
 }
 
 static const fa_flex_operations *operations_of(fa_isa isa) {
@@ -251,6 +312,8 @@ fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa,
             at += MOST * element_bytes(p->instructions[i].result);
         }
     sort_steps(e, traits);
+    find_bias(e);
+    e->passed = find_passed(e);
     free(traits);
     free(is_spread);
     return e;

@@ -31,8 +31,14 @@ void fa_flex_start_lanes(fa_flex_evaluator *e, int64_t first, int num);
  * up to a multiple of 16 lanes. They may be NULL if the program does not read them. */
 const void *fa_flex_line(fa_flex_evaluator *e, int line, const void *scores, const void *grads);
 
-/* Scatters add to sums[capture], contiguous in the shape of the capture, or nowhere if that is NULL. Without this
- * call, and with sums NULL, all scatters add nowhere. */
-void fa_flex_scatter_to(fa_flex_evaluator *e, double *const *sums);
+/* A score_mod may add what it reads to the score, as a bias does, and do nothing else. For such a program the function
+ * returns what is added in lines [line, line + *num_lines), in rows of FA_FLEX_TILE floats, valid until the next step.
+ * NULL: it is another program, or fa_flex_line shall read these elements one by one. Steps are the same before both. */
+const float *fa_flex_bias_lines(fa_flex_evaluator *e, int line, int *num_lines);
+
+/* Scatters add to sums[capture]. Without this call, and with sums NULL, all scatters add nowhere. Lines of scatters may
+ * wait for the next line. fa_flex_add_waiting adds them, before the sums are read or changed for others. */
+void fa_flex_scatter_to(fa_flex_evaluator *e, const fa_flex_sums_at *sums);
+void fa_flex_add_waiting(fa_flex_evaluator *e);
 
 #endif

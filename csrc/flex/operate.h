@@ -1,5 +1,5 @@
-/* The text of the loops for one instruction set. The file that includes this header may set VEC_TARGET (vec_target.h)
- * and FAST_MATH, and names its table in OPERATIONS.
+/* The text of the loops for one instruction set. The file that includes this header may set FAST_MATH. It names the
+ * vocabulary of vectors (../cpu/vec_scalar.h) in VERBS and its table in OPERATIONS.
  *
  * With FAST_MATH, exp, exp2, log, log2 and tanh of fp32 are the functions of fast_math.h, which vectorise. Otherwise
  * all functions are those of the C library. */
@@ -11,7 +11,7 @@
 #pragma GCC optimize("O3,no-trapping-math")
 #endif
 
-#include "cpu/vec_target.h"
+#include VERBS
 
 #include <math.h>
 #include <stdlib.h>
@@ -21,6 +21,7 @@
 #include "fast_math.h"
 #include "integers.h"
 #include "operations.h"
+#include "turn.h"
 
 #define EACH(value)                                                             \
     for (int i = 0; i < n / FA_FLEX_GROUP * FA_FLEX_GROUP; i++) r[i] = (value); \
@@ -202,26 +203,22 @@ static void add_places(int n, int64_t *restrict r, const int64_t *index, int64_t
     EACH(r[i] + fa_flex_place(index[i], size) * stride);
 }
 
-/* Places of elements of a contiguous tensor. */
-static void place(const fa_flex_operation *o, const fa_flex_capture *c, int rank, int64_t *at) {
-    int64_t stride = 1;
+/* Places of the elements of a tensor of `rank` dimensions. */
+static void place(const fa_flex_operation *o, int rank, const int64_t *size, const int64_t *stride, int64_t *at) {
     memset(at, 0, (size_t)o->n * sizeof *at);
-    for (int dim = rank - 1; dim >= 0; stride *= c->size[dim--]) add_places(o->n, at, o->in[dim], c->size[dim], stride);
+    for (int dim = 0; dim < rank; dim++) add_places(o->n, at, o->in[dim], size[dim], stride[dim]);
 }
 
-/* at NULL: the elements lie one behind the other. Then a step other than 0 asks for FA_FLEX_GROUP lines, one behind the
- * other in `data`, of lanes that lie `step` apart. */
-#define LOAD(name, element, of, result)                                                                 \
-    static void name(int n, result *restrict r, const element *data, const int64_t *at, int64_t step) { \
-        if (at) {                                                                                       \
-            EACH((result)of(data[at[i]]));                                                              \
-        }                                                                                               \
-        if (step == 0) {                                                                                \
-            EACH((result)of(data[i]));                                                                  \
-        }                                                                                               \
-        for (int lane = 0; lane < n; lane++, data += step)                                              \
-            for (int line = 0; line < FA_FLEX_GROUP; line++)                                            \
-                r[line * FA_FLEX_MOST_LANES + lane] = (result)of(data[line]);                           \
+/* at NULL: the elements lie one behind the other. Of elements that are not used nothing is read. */
+#define LOAD(name, element, of, result)                                                             \
+    static void name(int n, int used, result *restrict r, const element *data, const int64_t *at) { \
+        if (at) {                                                                                   \
+            EACH((result)of(data[at[i]]));                                                          \
+        }                                                                                           \
+        if (used == n) {                                                                            \
+            EACH((result)of(data[i]));                                                              \
+        }                                                                                           \
+        for (int i = 0; i < n; i++) r[i] = i < used ? (result)of(data[i]) : 0;                      \
     }
 #define IS_TRUE(x) ((x) != 0)
 LOAD(load_bools, uint8_t, IS_TRUE, uint8_t)
@@ -234,85 +231,205 @@ LOAD(load_bf16, uint16_t, fa_f32_from_bf16, float)
 LOAD(load_f32, float, , float)
 LOAD(load_words, int64_t, , int64_t)
 
+/* Lines, as turn.h turns those of other types. */
+#define TURN(name, element)                                                                                \
+    static void name(int64_t *r, const element *data, int64_t step, int n, int used, int lines) {          \
+        for (int lane = 0; lane < n; lane++)                                                               \
+            for (int line = 0; line < lines; line++)                                                       \
+                r[line * FA_FLEX_MOST_LANES + lane] = lane < used ? (int64_t)data[lane * step + line] : 0; \
+    }
+TURN(turn_u8, uint8_t)
+TURN(turn_i8, int8_t)
+TURN(turn_i16, int16_t)
+TURN(turn_i32, int32_t)
+TURN(turn_words, int64_t)
+
 #define FA_FLEX_DTYPE(enumerator, name, type, bytes) bytes,
 static const int8_t bytes_of[] = {FA_FLEX_DTYPES(FA_FLEX_DTYPE)};
 #undef FA_FLEX_DTYPE
 
-static void load(fa_flex_dtype dtype, int n, void *r, const void *data, const int64_t *at, int64_t step) {
+static void load(fa_flex_dtype dtype, const fa_flex_operation *o, const void *data, const int64_t *at) {
+    const int n = o->n, used = o->used;
     switch (dtype) {
-    case FA_FLEX_OF_BOOL: load_bools(n, r, data, at, step); return;
-    case FA_FLEX_OF_U8: load_u8(n, r, data, at, step); return;
-    case FA_FLEX_OF_I8: load_i8(n, r, data, at, step); return;
-    case FA_FLEX_OF_I16: load_i16(n, r, data, at, step); return;
-    case FA_FLEX_OF_I32: load_i32(n, r, data, at, step); return;
-    case FA_FLEX_OF_F16: load_f16(n, r, data, at, step); return;
-    case FA_FLEX_OF_BF16: load_bf16(n, r, data, at, step); return;
-    case FA_FLEX_OF_F32: load_f32(n, r, data, at, step); return;
-    default: load_words(n, r, data, at, step); return; /* int64 and fp64 */
+    case FA_FLEX_OF_BOOL: load_bools(n, used, o->r, data, at); return;
+    case FA_FLEX_OF_U8: load_u8(n, used, o->r, data, at); return;
+    case FA_FLEX_OF_I8: load_i8(n, used, o->r, data, at); return;
+    case FA_FLEX_OF_I16: load_i16(n, used, o->r, data, at); return;
+    case FA_FLEX_OF_I32: load_i32(n, used, o->r, data, at); return;
+    case FA_FLEX_OF_F16: load_f16(n, used, o->r, data, at); return;
+    case FA_FLEX_OF_BF16: load_bf16(n, used, o->r, data, at); return;
+    case FA_FLEX_OF_F32: load_f32(n, used, o->r, data, at); return;
+    default: load_words(n, used, o->r, data, at); return; /* int64 and fp64 */
     }
 }
 
-/* The places of a gather whose indices grow evenly: first + i step for element i. */
+/* Loads the lines of `turned`. */
+static void load_turned(fa_flex_dtype dtype, const fa_flex_operation *o, const void *data) {
+    const fa_flex_turned *t = o->turned;
+    switch (dtype) {
+    case FA_FLEX_OF_BOOL: turn_bytes(t->values, data, t->step, o->n, o->used, t->num_lines); return;
+    case FA_FLEX_OF_U8: turn_u8(t->values, data, t->step, o->n, o->used, t->num_lines); return;
+    case FA_FLEX_OF_I8: turn_i8(t->values, data, t->step, o->n, o->used, t->num_lines); return;
+    case FA_FLEX_OF_I16: turn_i16(t->values, data, t->step, o->n, o->used, t->num_lines); return;
+    case FA_FLEX_OF_I32: turn_i32(t->values, data, t->step, o->n, o->used, t->num_lines); return;
+    case FA_FLEX_OF_F16:
+    case FA_FLEX_OF_BF16:
+    case FA_FLEX_OF_F32: turn_floats(t->values, data, t->step, o->n, o->used, t->num_lines, dtype); return;
+    default: turn_words(t->values, data, t->step, o->n, o->used, t->num_lines); return; /* int64 and fp64 */
+    }
+}
+
+/* The places of an operation whose indices grow evenly: first + i step for element i, and lines that lie one behind the
+ * other. */
 typedef struct {
     int64_t first, step;
+    int num_lines; /* this line and further ones; 1 unless lines lie one behind the other */
 } even_places;
 
-/* Finds the places for this line and `more` further lines. Returns whether no index is negative or beyond its
- * dimension. */
-static bool find_even_places(const fa_flex_operation *o, const fa_flex_capture *c, int more, even_places *at) {
-    *at = (even_places){0, 0};
-    for (int dim = 0; dim < o->x->num_operands; dim++) {
-        const int64_t index = *(const int64_t *)o->in[dim], size = c->size[dim], slope = o->slope[dim];
-        const int64_t to_end = slope * (o->n - 1), down = more ? (int64_t)more * o->turned->slope[dim] : 0;
-        const int64_t low = (to_end < 0 ? to_end : 0) + (down < 0 ? down : 0);
-        const int64_t high = (to_end > 0 ? to_end : 0) + (down > 0 ? down : 0);
-        const bool moves = slope != 0 || down != 0;
+/* Returns whether no index of the used elements is negative or beyond its dimension. */
+static bool find_even_places(const fa_flex_operation *o, int rank, const int64_t *sizes, const int64_t *strides,
+                             even_places *at) {
+    int64_t num_lines = FA_FLEX_GROUP, line_step = 0;
+    *at = (even_places){0, 0, 1};
+    for (int dim = 0; dim < rank; dim++) {
+        const int64_t index = *(const int64_t *)o->in[dim], size = sizes[dim], slope = o->slope[dim];
+        const int64_t along = o->turned ? o->turned->slope[dim] : 0, to_end = slope * (o->used - 1);
+        const int64_t low = to_end < 0 ? to_end : 0, high = to_end > 0 ? to_end : 0;
+        const bool moves = slope != 0 || along != 0;
         if (moves && !(index >= -low && index < size - high)) return false;
-        at->first += (moves ? index : fa_flex_place(index, size)) * c->stride[dim];
-        at->step += slope * c->stride[dim];
+        const int64_t room = along > 0   ? (size - high - 1 - index) / along
+                             : along < 0 ? (index + low) / -along
+                                         : num_lines;
+        if (room + 1 < num_lines) num_lines = room + 1;
+        at->first += (moves ? index : fa_flex_place(index, size)) * strides[dim];
+        at->step += slope * strides[dim];
+        line_step += along * strides[dim];
     }
+    if (o->turned && line_step == 1) at->num_lines = (int)num_lines;
     return true;
 }
 
-static bool lines_follow(const fa_flex_operation *o, const fa_flex_capture *c) {
-    int64_t step = 0;
-    for (int dim = 0; dim < o->x->num_operands; dim++) step += o->turned->slope[dim] * c->stride[dim];
-    return step == 1;
-}
+static size_t bytes_of_type(fa_flex_type type) { return type == FA_FLEX_BOOL ? 1 : type == FA_FLEX_F32 ? 4 : 8; }
 
-/* Copies the line from those that were turned, or turns the next ones first. false: the line cannot come this way. */
-static bool take_turned(const fa_flex_operation *o, const fa_flex_capture *c, fa_flex_dtype dtype,
-                        const even_places *at) {
+static bool has_memory(const fa_flex_operation *o) {
     fa_flex_turned *t = o->turned;
-    const size_t bytes = o->x->result == FA_FLEX_BOOL ? 1 : o->x->result == FA_FLEX_F32 ? 4 : 8;
-    const char *data = (const char *)c->data + at->first * bytes_of[dtype];
-    int64_t line = t->at ? (data - t->at) / bytes_of[dtype] : -1;
-    if (!t->at || data < t->at || line >= FA_FLEX_GROUP || t->step != at->step || t->n != o->n) {
-        even_places all;
-        if (at->step == 0 || !lines_follow(o, c) || !find_even_places(o, c, FA_FLEX_GROUP - 1, &all)) return false;
-        if (!t->values && !(t->values = malloc(FA_FLEX_GROUP * FA_FLEX_MOST_LANES * bytes))) return false;
-        load(dtype, o->n, t->values, data, NULL, at->step);
-        t->at = data, t->step = at->step, t->n = o->n, line = 0;
+    if (!t->values) t->values = malloc(FA_FLEX_GROUP * FA_FLEX_MOST_LANES * bytes_of_type((fa_flex_type)o->x->result));
+    return t->values;
+}
+
+/* Returns the line among those that were turned, or turns the next ones first. NULL: the line cannot come this way. */
+static const void *turned_line(const fa_flex_operation *o, const fa_flex_capture *c, fa_flex_dtype dtype,
+                               const even_places *at) {
+    fa_flex_turned *t = o->turned;
+    const size_t bytes = bytes_of_type((fa_flex_type)o->x->result);
+    int64_t line = at->first - t->at;
+    if (line < 0 || line >= t->num_lines || t->step != at->step || t->used != o->used) {
+        if (at->step == 0 || at->num_lines == 1 || !has_memory(o)) return NULL;
+        t->at = at->first, t->step = at->step, t->used = o->used, t->num_lines = at->num_lines, line = 0;
+        load_turned(dtype, o, (const char *)c->data + at->first * bytes_of[dtype]);
     }
-    memcpy(o->r, (const char *)t->values + (size_t)line * FA_FLEX_MOST_LANES * bytes, (size_t)o->n * bytes);
-    return true;
+    return (const char *)t->values + (size_t)line * FA_FLEX_MOST_LANES * bytes;
 }
 
 static void gather(const fa_flex_operation *o, const fa_flex_capture *c, fa_flex_dtype dtype) {
     int64_t at[FA_FLEX_MOST_LANES];
     even_places even;
-    if (o->is_even && find_even_places(o, c, 0, &even)) {
+    const int rank = o->x->num_operands;
+    if (o->is_even && find_even_places(o, rank, c->size, c->stride, &even)) {
         if (even.step == 1) {
-            load(dtype, o->n, o->r, (const char *)c->data + even.first * bytes_of[dtype], NULL, 0);
+            load(dtype, o, (const char *)c->data + even.first * bytes_of[dtype], NULL);
             return;
         }
-        if (o->turned && take_turned(o, c, dtype, &even)) return;
+        const void *line = o->turned ? turned_line(o, c, dtype, &even) : NULL;
+        if (line) {
+            memcpy(o->r, line, (size_t)o->n * bytes_of_type((fa_flex_type)o->x->result));
+            return;
+        }
     }
-    memset(at, 0, (size_t)o->n * sizeof *at);
-    for (int dim = 0; dim < o->x->num_operands; dim++) add_places(o->n, at, o->in[dim], c->size[dim], c->stride[dim]);
-    load(dtype, o->n, o->r, c->data, at, 0);
+    place(o, rank, c->size, c->stride, at);
+    load(dtype, o, c->data, at);
 }
 
-const fa_flex_operations OPERATIONS = {operate, gather, place, fill, count};
+/* Returns the captured elements of fp32 of *num_lines lines, this one first, or NULL unless they are read by lines. */
+static const float *gather_lines(const fa_flex_operation *o, const fa_flex_capture *c, fa_flex_dtype dtype,
+                                 int *num_lines) {
+    even_places even;
+    *num_lines = 1;
+    if (!o->is_even || !find_even_places(o, o->x->num_operands, c->size, c->stride, &even)) return NULL;
+    if (even.step == 1) {
+        load(dtype, o, (const char *)c->data + even.first * bytes_of[dtype], NULL);
+        return o->r;
+    }
+    const float *line = o->turned ? turned_line(o, c, dtype, &even) : NULL;
+    if (line) *num_lines = (int)(o->turned->at + o->turned->num_lines - even.first);
+    return line;
+}
+
+static void add_waiting(const fa_flex_operation *o, fa_flex_sums_at to) {
+    fa_flex_turned *t = o->turned;
+    if (!t || t->num_lines == 0) return;
+    add_turned(to.fp64 ? to.fp64 + t->at : NULL, to.fp32 ? to.fp32 + t->at : NULL, t->step, t->values, t->used,
+               t->num_lines);
+    t->num_lines = 0;
+}
+
+/* Puts the line behind those that wait. Returns false if it cannot wait. */
+static bool put_turned(const fa_flex_operation *o, const even_places *at, const float *values, fa_flex_sums_at to) {
+    fa_flex_turned *t = o->turned;
+    const bool follows = t->num_lines > 0 && at->first == t->at + t->num_lines && at->step == t->step;
+    if (!follows || t->used != o->used || t->num_lines == FA_FLEX_GROUP) {
+        add_waiting(o, to);
+        if (at->step == 0 || at->num_lines == 1 || !has_memory(o)) return false;
+        t->at = at->first, t->step = at->step, t->used = o->used;
+    }
+    memcpy((float *)t->values + t->num_lines++ * FA_FLEX_MOST_LANES, values, (size_t)o->n * sizeof *values);
+    return true;
+}
+
+static double sum_of(const float *values, int num) {
+    double parts[FA_FLEX_GROUP] = {0}, sum = 0;
+    int i = 0;
+    for (; i + FA_FLEX_GROUP <= num; i += FA_FLEX_GROUP)
+        for (int k = 0; k < FA_FLEX_GROUP; k++) parts[k] += (double)values[i + k];
+    for (int k = 0; k < FA_FLEX_GROUP; k++) sum += parts[k];
+    for (; i < num; i++) sum += (double)values[i];
+    return sum;
+}
+
+/* Zeros are not added at places of their own, so that lanes without a gradient do not matter. */
+static void scatter(const fa_flex_operation *o, const fa_flex_capture *c, int rank, fa_flex_sums_at to) {
+    int64_t stride[FA_FLEX_MAX_RANK], at[FA_FLEX_MOST_LANES], num = 1;
+    const bool is_double = o->x->result == FA_FLEX_F64;
+    const float *values = o->in[rank];
+    even_places even;
+    for (int dim = rank - 1; dim >= 0; num *= c->size[dim--]) stride[dim] = num;
+    if (!is_double && o->is_even && find_even_places(o, rank, c->size, stride, &even)) {
+        if (even.step == 0) {
+            const double sum = sum_of(values, o->used);
+            if (to.fp64)
+                to.fp64[even.first] += sum;
+            else
+                to.fp32[even.first] += (float)sum;
+            return;
+        }
+        if (even.step == 1) {
+            for (int i = 0; to.fp64 && i < o->used; i++) to.fp64[even.first + i] += (double)values[i];
+            for (int i = 0; to.fp32 && i < o->used; i++) to.fp32[even.first + i] += values[i];
+            return;
+        }
+        if (o->turned && put_turned(o, &even, values, to)) return;
+    }
+    place(o, rank, c->size, stride, at);
+    for (int i = 0; i < o->used; i++) {
+        const double value = is_double ? ((const double *)o->in[rank])[i] : (double)values[i];
+        if (value == 0) continue;
+        if (to.fp64)
+            to.fp64[at[i]] += value;
+        else
+            to.fp32[at[i]] += (float)value;
+    }
+}
+
+const fa_flex_operations OPERATIONS = {operate, gather, gather_lines, scatter, add_waiting, fill, count};
 
 #endif

@@ -2,8 +2,8 @@
 #include "cpu/macros.h"
 
 #if FA_X86
-#define VEC_TARGET "avx2,fma,f16c"
 #define FAST_MATH
+#define VERBS      "cpu/vec_avx2.h"
 #define OPERATIONS fa_flex_operations_avx2
 #include "operate.h"
 

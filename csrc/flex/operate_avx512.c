@@ -2,8 +2,8 @@
 #include "cpu/macros.h"
 
 #if FA_X86
-#define VEC_TARGET "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c"
 #define FAST_MATH
+#define VERBS      "cpu/vec_avx512.h"
 #define OPERATIONS fa_flex_operations_avx512
 #include "operate.h"
 

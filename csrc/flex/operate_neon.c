@@ -3,6 +3,7 @@
 
 #if FA_NEON
 #define FAST_MATH
+#define VERBS      "cpu/vec_neon.h"
 #define OPERATIONS fa_flex_operations_neon
 #include "operate.h"
 #endif

@@ -9,26 +9,25 @@
 #define FA_FLEX_GROUP      16
 #define FA_FLEX_MOST_LANES 128
 
-/* Elements of a capture for the next lines of a gather whose lines lie one behind the other in memory, and whose lanes
- * lie apart. A line is read in whole vectors for each lane, and turned. */
+/* Lines of a gather or a scatter that lie one behind the other in memory, while their lanes lie apart (turn.h). Those
+ * of a gather are read together, for the lines that come. Those of a scatter wait here, and are added together. */
 typedef struct {
     int32_t slope[FA_FLEX_MAX_OPERANDS]; /* what an index grows by from line to line */
-    const char *at; /* the place of the first lane in the first of the lines; NULL: nothing is here */
-    int64_t step;   /* from lane to lane, in elements */
-    int n;
+    int64_t at, step;                    /* the element of the first lane in the first line; from lane to lane */
+    int used, num_lines;                 /* lanes; lines, 0: none is here */
     void *values; /* [FA_FLEX_GROUP lines, FA_FLEX_MOST_LANES], owned; NULL: there is no memory yet */
 } fa_flex_turned;
 
-/* An instruction whose operands are places in memory. n is a multiple of FA_FLEX_GROUP. */
+/* An instruction whose operands are places in memory. */
 typedef struct {
     const fa_flex_instruction *x;
     uint8_t from; /* the type of the first operand */
-    bool is_even; /* a gather: the slopes are known */
-    int n;
+    bool is_even; /* a gather or a scatter: the slopes are known */
+    int n, used;  /* elements, a multiple of FA_FLEX_GROUP; the first ones, whose values matter */
     void *r;
     const void *in[FA_FLEX_MAX_OPERANDS];
-    int32_t slope[FA_FLEX_MAX_OPERANDS]; /* of a gather: what an index grows by from one element to the next */
-    fa_flex_turned *turned;              /* of a gather, or NULL */
+    int32_t slope[FA_FLEX_MAX_OPERANDS]; /* of a gather or scatter: an index grows by it from one element to the next */
+    fa_flex_turned *turned;              /* of a gather or scatter, or NULL */
 } fa_flex_operation;
 
 typedef struct {
@@ -36,8 +35,14 @@ typedef struct {
     void (*operate)(const fa_flex_operation *o);
     /* r = the captured elements at in. */
     void (*gather)(const fa_flex_operation *o, const fa_flex_capture *capture, fa_flex_dtype dtype);
-    /* Places of the elements of a contiguous capture of `rank` dimensions. */
-    void (*place)(const fa_flex_operation *o, const fa_flex_capture *capture, int rank, int64_t *at);
+    /* Returns the captured elements of fp32 of *num_lines lines, in rows of FA_FLEX_MOST_LANES. The first line is that
+     * of `in`. NULL unless they are read by lines. */
+    const float *(*gather_lines)(const fa_flex_operation *o, const fa_flex_capture *capture, fa_flex_dtype dtype,
+                                 int *num_lines);
+    /* Adds in[rank] to a contiguous capture of `rank` dimensions at in[0 .. rank - 1]. Lines may wait in `turned`. */
+    void (*scatter)(const fa_flex_operation *o, const fa_flex_capture *capture, int rank, fa_flex_sums_at to);
+    /* Adds the lines that wait. */
+    void (*add_waiting)(const fa_flex_operation *o, fa_flex_sums_at to);
     void (*fill)(fa_flex_type type, int n, void *r, const void *element); /* copies one element to all places */
     void (*count)(int n, int64_t *r, int64_t first);                      /* first, first + 1, ... */
 } fa_flex_operations;

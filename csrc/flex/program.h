@@ -86,6 +86,12 @@ typedef struct {
     int64_t size[FA_FLEX_MAX_RANK], stride[FA_FLEX_MAX_RANK];
 } fa_flex_capture;
 
+/* Where scatters to a capture add, contiguous in its shape. One of the two, or none: nowhere. */
+typedef struct {
+    double *fp64;
+    float *fp32;
+} fa_flex_sums_at;
+
 /* The values of one call: as many captures and numbers as the program names. */
 typedef struct {
     const fa_flex_program *program;

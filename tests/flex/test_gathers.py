@@ -1,5 +1,6 @@
-"""What mods read from captured tensors on the CPU: elements one behind the other, lines that are turned, and any others
-(csrc/flex/operate.h). Indices beyond a tensor are clamped, and negative ones count from its end."""
+"""What mods read from captured tensors on the CPU, and where their gradients are added: elements one behind the other,
+lines that are turned, and any others (csrc/flex/operate.h). Indices beyond a tensor are clamped, and negative ones
+count from its end."""
 
 import pytest
 import torch
@@ -91,3 +92,63 @@ def test_an_index_may_follow_the_score():
         assert (out - want).abs().max() < 1e-5, name
         has, wants = (torch.autograd.grad(x, table, torch.ones_like(x) * value)[0] for x in (out, want.float()))
         assert (has - wants).abs().max() < 1e-4, name
+
+
+def adds(dtype, len_q, len_kv):
+    """(name, a table, what a mod reads of it, and the same with indices that fit). There are 3 batches and 2 heads."""
+    sizes = {
+        "pairs": ((len_q, len_kv), lambda t, b, h, i, j: t[i, j]),
+        "heads": ((2, len_q, len_kv), lambda t, b, h, i, j: t[h, i, j]),
+        "batches": ((3, 1, len_q, len_kv), lambda t, b, h, i, j: t[b, 0, i, j]),
+        "all": ((3, 2, len_q + 3, len_kv + 20), lambda t, b, h, i, j: t[b, h, i, j]),
+        "turned": ((2, len_kv, len_q), lambda t, b, h, i, j: t[h, j, i]),
+        "apart": ((len_q, len_kv, 3), lambda t, b, h, i, j: t[i, j, 1]),
+        "keys": ((2, len_kv), lambda t, b, h, i, j: t[h, j]),
+        "rows": ((3, len_q), lambda t, b, h, i, j: t[b, i]),
+        "one": ((2,), lambda t, b, h, i, j: t[h]),
+        "differences": ((2, len_q + len_kv), lambda t, b, h, i, j: t[h, i - j + len_kv]),
+        "other differences": ((len_q + len_kv,), lambda t, b, h, i, j: t[j - i + len_q]),
+        "from the end": ((len_q + len_kv,), lambda t, b, h, i, j: t[j - i]),
+        "backwards": ((len_q, len_kv), lambda t, b, h, i, j: t[len_q - 1 - i, len_kv - 1 - j]),
+        "twice": ((2, len_q, len_kv), lambda t, b, h, i, j: t[h, i, j] + 2 * t[1 - h, i, j]),
+        "scaled": ((2, len_q, len_kv), lambda t, b, h, i, j: 3 * t[h, i, j]),
+    }
+    for name, (shape, read) in sizes.items():
+        yield name, table_of(dtype, *shape), read, read
+    for down, left in ((0, 0), (3, 7), (-2, -9)):
+        yield (
+            f"clamped {down} {left}",
+            table_of(dtype, 2, 5, 20),
+            lambda t, b, h, i, j: t[h, i - down, j - left],  # noqa: B023
+            lambda t, b, h, i, j: t[h, place(i - down, 5), place(j - left, 20)],  # noqa: B023
+        )
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 17), (64, 64), (49, 49), (130, 33), (70, 300), (300, 129)], ids=str)
+def test_every_way_to_add(isa, lengths):
+    """Gradients of tables, with the same bits for any number of threads. Some keys are masked."""
+    generator, (len_q, len_kv) = torch.Generator().manual_seed(0), lengths
+    query, key, value = (torch.randn(3, 2, n, 16, generator=generator) for n in (len_q, len_kv, len_kv))
+    weights = torch.randn(3, 2, len_q, 16, generator=generator)
+    scores = query.double() @ key.double().mT * 16**-0.5
+    indices = [torch.arange(3)[:, None, None, None], torch.arange(2)[:, None, None], torch.arange(len_q)[:, None]]
+    indices.append(torch.arange(len_kv))
+    seen = (indices[3] != 2) | (indices[2] % 5 == 0)
+    dtypes = [torch.float32] if isa == "reference" else [torch.float32, torch.bfloat16, torch.float64]
+    for dtype in dtypes:
+        for name, table, read, fits in adds(dtype, len_q, len_kv):
+            own = table.requires_grad_()
+            dense = (scores + fits(own.double(), *indices)).masked_fill(~seen, -float("inf"))
+            (wanted,) = torch.autograd.grad((dense.softmax(-1) @ value.double() * weights.double()).sum(), own)
+            found = []
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                out = flex_attention(
+                    query, key, value, lambda s, b, h, i, j: s + read(own, b, h, i, j),  # noqa: B023
+                    mask_mod=lambda b, h, i, j: (j != 2) | (i % 5 == 0),
+                )  # fmt: skip
+                found += torch.autograd.grad((out * weights).sum(), own)
+            torch.set_num_threads(1)
+            assert torch.equal(*found), name
+            error, most = (found[0].double() - wanted.double()).abs(), 1e-2 if dtype == torch.bfloat16 else 2e-5
+            assert (error <= most * (1 + wanted.double().abs())).all(), (name, dtype, error.max())

@@ -22,7 +22,8 @@ ARROWS = {
 MORE = {"plan/cpu.c": {"cpu"}, "plan/cpu_fwd.c": {"cpu"}, "plan/cpu_bwd.c": {"cpu"}, "plan/cpu_decode.c": {"cpu"}}
 # Threads, elements of fp16 and bf16, and the loops of evaluators for each instruction set.
 KNOW_CPU = (
-    "classify.h dense.h fast_math.h intervals.c operate.h operate_avx2.c operate_avx512.c operate_neon.c operations.h"
+    "classify.h dense.h fast_math.h intervals.c operate.h operate_avx2.c operate_avx512.c operate_neon.c operations.h "
+    "operate_scalar.c turn.h"
 )
 MORE.update({f"flex/{name}": {"cpu"} for name in KNOW_CPU.split()})
 MORE["flex/intervals.c"].add("cuda")  # bounds of operations, which kernels compute, too
