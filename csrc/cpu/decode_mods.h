@@ -100,7 +100,7 @@ static void decode_adjust(decode_mods *m, decode_task *t, float new_max[DECODE_M
     const uint64_t whole = ~(uint64_t)0 >> (FA_DECODE_BLOCK - n);
     fa_flex_evaluator *score = m->programs.score, *mask = m->sees_all ? NULL : m->programs.mask;
     const float to_log2 = score ? (float)LOG2_E : 1.0f;
-    uint64_t of_all = whole, of_some = 0, of_query[FA_DECODE_MAX_ROWS];
+    uint64_t of_all = whole, of_some = 0, of_query[FA_DECODE_MAX_ROWS_OF_MODS];
     _Alignas(64) float line[FA_DECODE_BLOCK] = {0};
     for (int64_t head = 0; head < t->num_heads * g; head++) {
         if (head % g == 0) of_all = whole, of_some = 0;

@@ -31,7 +31,7 @@ static inline int64_t fa_num_decodes(const fa_problem *p) {
  * 4. */
 static inline int64_t fa_decode_group_rows(const fa_problem *p) {
     int64_t g = p->h / p->h_kv, rows = p->len_q * g;
-    if (rows > FA_DECODE_MAX_ROWS) rows = FA_DECODE_MAX_ROWS / g * g;
+    if (rows > fa_decode_max_rows(p)) rows = fa_decode_max_rows(p) / g * g;
     return rows <= 2 ? (rows > 1 ? rows : 1) : (rows + 3) / 4 * 4;
 }
 

@@ -47,13 +47,20 @@ static inline const fa_task *fa_next_task(const fa_task_list *list) {
 /* The decode kernel serves sequences of few query rows, except short prompts, queries with qv, and flex with a block
  * mask or max_scores. The tiled kernel packs the keys of a short prompt once and takes a third of the time (bf16, 16
  * tokens). The sequence's own lengths decide, not the longest of the batch. So a sequence has the same bits in every
- * batch. */
-#define FA_DECODE_MAX_ROWS 16 /* query rows of one key/value head: len_q g */
+ * batch. A row is a query of one head of a key/value head. With flex a tile holds the few rows of one head, and the
+ * lanes of programs are these rows. In the decode kernel they are keys, so with several heads it takes more rows. */
+#define FA_DECODE_MAX_ROWS            16
+#define FA_DECODE_MAX_ROWS_OF_MODS    64
+#define FA_DECODE_MAX_QUERIES_OF_MODS 8
+static inline int64_t fa_decode_max_rows(const fa_problem *p) {
+    return fa_flex_of(p) && p->h > p->h_kv ? FA_DECODE_MAX_ROWS_OF_MODS : FA_DECODE_MAX_ROWS;
+}
 static inline bool fa_decodes(const fa_problem *p, const fa_sequence *s) {
     const fa_flex *flex = fa_flex_of(p);
+    const int64_t g = p->h / p->h_kv, most_queries = flex && g > 1 ? FA_DECODE_MAX_QUERIES_OF_MODS : FA_DECODE_MAX_ROWS;
     return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 && !p->qv.data &&
-           !(flex && (flex->block_q > 0 || flex->max_scores.data)) &&
-           s->len_q * (p->h / p->h_kv) <= FA_DECODE_MAX_ROWS && (s->len_q <= 4 || s->len_kv > 128);
+           !(flex && (flex->block_q > 0 || flex->max_scores.data)) && s->len_q <= most_queries &&
+           s->len_q * g <= fa_decode_max_rows(p) && (s->len_q <= 4 || s->len_kv > 128);
 }
 
 static inline bool fa_stacks_heads(const fa_problem *p) { return p->dropout_p == 0 && !fa_flex_of(p); }

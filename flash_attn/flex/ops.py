@@ -116,7 +116,9 @@ MOST_KEPT_BYTES = 16 << 20  # of the lists of a mask
 
 def is_few_for_cpu(len_q, len_kv, h, h_kv, dtype):
     """Does the CPU's kernel for few rows take the queries? It needs no lists (csrc/cpu/partition.h, ``fa_decodes``)."""
-    return len_q * (h // max(h_kv, 1)) <= 16 and (len_q <= 4 or len_kv > 128) and dtype != torch.float64
+    most_queries, most_rows = (8, 64) if h > h_kv else (16, 16)
+    is_few = len_q <= most_queries and len_q * (h // max(h_kv, 1)) <= most_rows
+    return is_few and (len_q <= 4 or len_kv > 128) and dtype != torch.float64
 
 
 def is_few_for_gpu(len_q, len_kv, h, h_kv, dtype, d):
