@@ -96,6 +96,10 @@ def chosen_cases(threads):
         "denormal values": {"build": unusual(values=1e-39)},
         "256 sequences of 32 to 128": {"build": packed},
         "batch": {"passes": ("fwd",)},
+        "bias of pairs": {"build": biased(lambda h, n: (1, h, n, n))},
+        "bias of pairs of all heads": {"build": biased(lambda h, n: (1, 1, n, n))},
+        "bias of keys": {"build": biased(lambda h, n: (1, h, 1, n))},
+        "bias of windows": {"build": biased(lambda h, n: (1, h, n, n))},
         "decode": {"build": decode(), "passes": ("fwd",)},
         "decode, huge pages": {"build": decode(in_huge_pages), "passes": ("fwd",)},
     }
@@ -160,6 +164,20 @@ def unusual(spread=None, values=1.0):
         others = {"ours, normal numbers": lambda: flash_attn_func(q, k, v)}
         pairs = case.b * case.h * case.len**2
         return Calls(lambda: flash_attn_func(*hard), others, [*hard, q, k, v], pairs, (flash_attn_func, hard, {}))
+
+    return build
+
+
+def biased(shape):
+    """attn_bias with its gradient, beside SDPA with the same tensor."""
+
+    def build(case):
+        rows = (case.b, case.len, case.h, case.d)
+        q, k, v, bias = leaves = random(case, rows, rows, rows, shape(case.h, case.len))
+        kernel = (flash_attn_func, (q, k, v), {"attn_bias": bias})
+        others = {"SDPA bias": lambda: sdpa(q, k, v, attn_mask=bias)}
+        pairs = case.b * case.h * case.len**2
+        return Calls(lambda: flash_attn_func(q, k, v, attn_bias=bias), others, leaves, pairs, kernel, lambda x: x)
 
     return build
 

@@ -200,6 +200,10 @@ BENCH_CPU = {
         Case(n, n, b=16384 // n, h=12, d=64, dtype=dtype, layout="plain")
         for dtype, n in product(TWO, (16, 32, 64, 128, 256))
     ],
+    "bias of pairs": each(Case(1024, 1024, b=1, h=4, d=64, layout="plain"), dtype=TWO),
+    "bias of pairs of all heads": each(Case(1024, 1024, b=1, h=4, d=64, layout="plain"), dtype=TWO),
+    "bias of keys": each(Case(1024, 1024, b=1, h=4, d=64, layout="plain"), dtype=TWO),
+    "bias of windows": each(Case(49, 49, b=64, h=4, d=32, layout="plain"), dtype=TWO),
     "decode": each(Case(1, b=1, h=32, h_kv=8, d=128), dtype=("fp32", "bf16", "fp16"), len_kv=(8192, 16384)),
     "decode, huge pages": each(Case(1, 16384, b=1, h=32, h_kv=8, d=128), dtype=TWO),
 }

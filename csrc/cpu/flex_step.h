@@ -166,26 +166,23 @@ INLINE void flex_scale(float *line, int64_t lanes, float scale) {
         vec_store(line + lane, vec_mul(vec_load(line + lane), vec_set(scale)));
 }
 
-/* What a score_mod adds to the scores of lines [begin, end), in rows of FA_FLEX_TILE. NULL: it does something else. */
+/* What a score_mod adds to the scores of the lines from `begin` on. */
 typedef struct {
-    const float *values;
-    int begin, end;
+    fa_flex_bias_rows rows;
+    int begin;
 } flex_bias;
 
 /* Scales the scores of a line, and returns what the score_mod makes of them. The next line comes next, or a later one.
  * `sums` has room for a line. Without a score_mod the scaled scores are returned. */
 INLINE const float *flex_modify(fa_flex_evaluator *score, flex_bias *bias, int key, float *line, int lanes, float scale,
                                 float *sums) {
-    if (score && key >= bias->end) {
-        int num_lines = 1;
-        bias->values = fa_flex_bias_lines(score, key, &num_lines);
-        bias->begin = key, bias->end = key + num_lines;
-    }
-    if (!bias->values) {
+    if (score && key >= bias->begin + bias->rows.num_lines)
+        bias->rows = fa_flex_bias_lines(score, key), bias->begin = key;
+    if (!bias->rows.values) {
         flex_scale(line, lanes, scale);
         return score ? fa_flex_line(score, key, line, NULL) : line;
     }
-    const float *added = bias->values + (key - bias->begin) * FA_FLEX_TILE;
+    const float *added = bias->rows.values + (key - bias->begin) * bias->rows.stride;
     for (int lane = 0; lane < lanes; lane += LANES) {
         const vec x = vec_mul(vec_load(line + lane), vec_set(scale));
         vec_store(line + lane, x);
@@ -202,7 +199,7 @@ OUTLINE void flex_scores(const flex_tile *t, float *scores, int64_t begin, int64
     const vec lowest = vec_set(-INFINITY);
     fa_flex_evaluator *score = t->programs->score;
     const vec to_log2 = vec_set(score || max_scores ? (float)LOG2_E : 1.0f);
-    flex_bias bias = {NULL, 0, 0};
+    flex_bias bias = {{NULL, 0, 0}, 0};
     float sums[FA_FLEX_TILE];
     if (score) flex_start(score, t);
     for (int64_t key = begin; key < end; key++) {

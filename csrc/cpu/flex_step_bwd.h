@@ -35,7 +35,7 @@ OUTLINE void flex_gradients(const flex_tile *t, float *scores, float *dprob, int
     fa_flex_evaluator *score = t->programs->score, *derivative = t->programs->derivative;
     const float to_log2 = score ? (float)LOG2_E : 1.0f;
     float p[FA_FLEX_TILE], sums[FA_FLEX_TILE];
-    flex_bias bias = {NULL, 0, 0};
+    flex_bias bias = {{NULL, 0, 0}, 0};
     if (score) flex_start(score, t);
     if (derivative) flex_start(derivative, t);
     for (int64_t key = begin; key < end; key++, scores += lanes, dprob += lanes) {

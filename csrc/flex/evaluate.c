@@ -23,9 +23,13 @@ struct fa_flex_evaluator {
     void **spread; /* [num_instructions]: the line's value of the step LINES, copied; NULL: the step LINE reads none */
     int64_t index[4]; /* b, h, first line, first lane */
     int num_lines, num_lanes;
-    int32_t bias; /* if the result is the score plus what a gather of the step LINE reads: the gather; otherwise -1 */
-    const float *bias_value; /* if the result is the score plus a value of another step: the value, of a line */
-    int32_t passed; /* if a line only scatters the gradient and passes it on: the scatter in schedule; otherwise -1 */
+    /* What the result adds to the score: a gather of the step LINE, in schedule, or -1; or values, of another step or
+     * of differences; or neither. */
+    int32_t bias;
+    const float *bias_values;
+    bool is_difference, are_lanes_shifted; /* the values of the step LANES are those of differences */
+    int32_t passed;  /* if a line only scatters the gradient and passes it on: the scatter in schedule; otherwise -1 */
+    bool *is_needed; /* [num_instructions] of the step LINE, by the places of this scatter */
     bool lanes_are_keys;
     const fa_flex_sums_at *sums; /* [captures], where scatters add; NULL: nowhere */
     void *memory;
@@ -65,8 +69,8 @@ static void scatter(const fa_flex_evaluator *e, const fa_flex_operation *o) {
     const fa_flex_capture *c = &e->bound->captures[o->x->source];
     const int rank = o->x->num_operands - 1;
     const fa_flex_sums_at to = sums_of(e, o->x->source);
-    if (e->passed < 0) memcpy(o->r, o->in[rank], (size_t)o->n * element_bytes(o->x->result));
-    if (to.fp64 || to.fp32) e->operations->scatter(o, c, rank, to);
+    memcpy(o->r, o->in[rank], (size_t)o->n * element_bytes(o->x->result));
+    if (to.fp64 || to.fp32) e->operations->scatter(o, c, rank, to, false);
 }
 
 static void run(fa_flex_evaluator *e, const fa_flex_operation *o, const void *scores, const void *grads) {
@@ -117,51 +121,93 @@ void fa_flex_start_lines(fa_flex_evaluator *e, int64_t first, int num) {
 }
 
 void fa_flex_start_lanes(fa_flex_evaluator *e, int64_t first, int num) {
-    if (e->index[3] == first && e->num_lanes == num) return;
+    if (e->index[3] == first && e->num_lanes == num && !e->are_lanes_shifted) return;
     e->index[3] = first;
     e->num_lanes = num;
+    e->are_lanes_shifted = false;
     run_step(e, LANES, num, NULL, NULL);
 }
 
 /* Copies the values of a line that the step LINE reads to all lanes. */
-static void spread_line(fa_flex_evaluator *e, int line) {
+static void spread_line(fa_flex_evaluator *e, int line, int num_lanes) {
     const fa_flex_program *p = e->bound->program;
     for (int32_t i = e->first[LINES]; i < e->first[LINES + 1]; i++) {
         const int32_t idx = e->order[i];
         if (!e->spread[idx]) continue;
         const uint8_t type = p->instructions[idx].result;
-        e->operations->fill((fa_flex_type)type, whole_groups(e->num_lanes), e->spread[idx],
+        e->operations->fill((fa_flex_type)type, whole_groups(num_lanes), e->spread[idx],
                             (const char *)e->values[idx] + (size_t)line * element_bytes(type));
     }
 }
 
-const float *fa_flex_bias_lines(fa_flex_evaluator *e, int line, int *num_lines) {
-    if (e->bias < 0 && !e->bias_value) return NULL;
-    spread_line(e, line);
-    *num_lines = 1;
-    if (e->bias_value) return e->bias_value;
-    fa_flex_operation *o = &e->schedule[e->bias];
-    const fa_flex_capture *c = &e->bound->captures[o->x->source];
-    if (!c->data) return NULL;
-    o->n = whole_groups(e->num_lanes), o->used = e->num_lanes;
+/* Evaluates the lanes of a line and as many lanes before them as there are further lines. Lane k of the next line has
+ * the difference of lane k - 1 of this one. Returns the lanes of this line. */
+static const float *find_differences(fa_flex_evaluator *e, int line, int *num_lines) {
+    const int rest = e->num_lines - line, room = MOST - e->num_lanes + 1, num = rest < room ? rest : room;
+    const int64_t first = e->index[3];
+    if (num < 8) return NULL; /* the lines one by one take as long */
+    e->index[3] = first - (num - 1), e->are_lanes_shifted = true;
+    run_step(e, LANES, e->num_lanes + num - 1, NULL, NULL);
+    spread_line(e, line, e->num_lanes + num - 1);
+    run_step(e, LINE, e->num_lanes + num - 1, NULL, NULL);
+    e->index[3] = first;
+    *num_lines = num;
+    return e->bias_values + num - 1;
+}
+
+fa_flex_bias_rows fa_flex_bias_lines(fa_flex_evaluator *e, int line) {
+    fa_flex_bias_rows rows = {.num_lines = 1, .stride = FA_FLEX_TILE};
+    if (e->is_difference) {
+        rows.stride = -1, rows.values = find_differences(e, line, &rows.num_lines);
+    } else if (e->bias_values) {
+        spread_line(e, line, e->num_lanes);
+        rows.values = e->bias_values;
+    } else if (e->bias >= 0) {
+        fa_flex_operation *o = &e->schedule[e->bias];
+        const fa_flex_capture *c = &e->bound->captures[o->x->source];
+        const fa_flex_dtype dtype = (fa_flex_dtype)e->bound->program->captures[o->x->source].dtype;
+        spread_line(e, line, e->num_lanes);
+        o->n = whole_groups(e->num_lanes), o->used = e->num_lanes;
+        const unsigned mode = fa_keep_denormals();
+        if (c->data) rows.values = e->operations->gather_lines(o, c, dtype, &rows.num_lines);
+        fa_restore_denormals(mode);
+    }
+    if (rows.num_lines > e->num_lines - line) rows.num_lines = e->num_lines - line;
+    return rows;
+}
+
+/* The places of a scatter for the first `num` lanes. */
+static void find_places(fa_flex_evaluator *e, int num) {
     const unsigned mode = fa_keep_denormals();
-    const float *found =
-        e->operations->gather_lines(o, c, (fa_flex_dtype)e->bound->program->captures[o->x->source].dtype, num_lines);
+    for (int32_t i = e->first[LINE]; i < e->first[LINE + 1]; i++) {
+        if (!e->is_needed[e->order[i]]) continue;
+        e->schedule[i].n = whole_groups(num), e->schedule[i].used = num;
+        run(e, &e->schedule[i], NULL, NULL);
+    }
     fa_restore_denormals(mode);
-    if (*num_lines > e->num_lines - line) *num_lines = e->num_lines - line;
-    return found;
+}
+
+/* Scatters the gradient of a line. Where places grow evenly, the first one tells all of them. */
+static void pass_gradient(fa_flex_evaluator *e, const void *grads) {
+    fa_flex_operation o = e->schedule[e->passed];
+    const fa_flex_capture *c = &e->bound->captures[o.x->source];
+    const int rank = o.x->num_operands - 1, some = e->num_lanes < FA_FLEX_GROUP ? e->num_lanes : FA_FLEX_GROUP;
+    const fa_flex_sums_at to = sums_of(e, o.x->source);
+    if (!to.fp64 && !to.fp32) return;
+    o.n = whole_groups(e->num_lanes), o.used = e->num_lanes, o.in[rank] = grads;
+    find_places(e, o.is_even ? some : e->num_lanes);
+    if (o.is_even && e->operations->scatter(&o, c, rank, to, true)) return;
+    if (o.is_even) find_places(e, e->num_lanes);
+    e->operations->scatter(&o, c, rank, to, false);
 }
 
 const void *fa_flex_line(fa_flex_evaluator *e, int line, const void *scores, const void *grads) {
     const fa_flex_program *p = e->bound->program;
-    spread_line(e, line);
+    if (e->are_lanes_shifted) run_step(e, LANES, e->num_lanes, NULL, NULL), e->are_lanes_shifted = false;
+    spread_line(e, line, e->num_lanes);
     const int32_t last = p->num_instructions - 1;
     if (e->passed >= 0) {
-        fa_flex_operation *o = &e->schedule[e->passed];
-        const void *own = o->in[o->x->num_operands - 1];
-        o->n = whole_groups(e->num_lanes), o->used = e->num_lanes, o->in[o->x->num_operands - 1] = grads;
-        scatter(e, o);
-        o->in[o->x->num_operands - 1] = own;
+        pass_gradient(e, grads);
         return grads;
     }
     run_step(e, LINE, e->num_lanes, scores, grads);
@@ -241,37 +287,54 @@ static void sort_steps(fa_flex_evaluator *e, const fa_flex_trait *traits) {
     e->first[NUM_STEPS] = num;
 }
 
-/* Finds what the result adds to the score, in fp32, if the step LINE does nothing else: a gather of the step, or a
- * value of another step. */
-static void find_bias(fa_flex_evaluator *e) {
+/* Finds what the result adds to the score, in fp32: a value of another step, a gather, or a value that depends on q_idx
+ * and kv_idx by their difference alone. */
+static void find_bias(fa_flex_evaluator *e, const fa_flex_trait *traits) {
     const fa_flex_program *p = e->bound->program;
-    const int32_t num = e->first[LINE + 1] - e->first[LINE], idx = p->num_instructions - 1;
-    const fa_flex_instruction *last = &p->instructions[idx];
+    const fa_flex_instruction *last = &p->instructions[p->num_instructions - 1];
     e->bias = -1;
-    if (num < 2 || num > 3 || last->op != FA_FLEX_add || last->type != FA_FLEX_F32) return;
+    if (last->op != FA_FLEX_add || last->type != FA_FLEX_F32) return;
     for (int side = 0; side < 2; side++) {
         const int32_t other = last->operand[1 - side];
-        if (p->instructions[last->operand[side]].op != FA_FLEX_score || p->instructions[other].op == FA_FLEX_score)
-            continue;
-        for (int32_t i = e->first[LINE]; i < e->first[LINE + 1]; i++)
-            if (e->order[i] == other && p->instructions[other].op == FA_FLEX_gather) e->bias = i;
-        if (num == 2) e->bias_value = e->spread[other] ? e->spread[other] : e->values[other];
+        const fa_flex_instruction *x = &p->instructions[other];
+        if (p->instructions[last->operand[side]].op != FA_FLEX_score || x->depends & FA_FLEX_ON_SCORE) continue;
+        const bool is_of_line = step_of(e, x) == LINE;
+        if (!is_of_line)
+            e->bias_values = e->spread[other] ? e->spread[other] : e->values[other];
+        else if (traits[other].is_difference)
+            e->bias_values = e->values[other], e->is_difference = true;
+        for (int32_t i = e->first[LINE]; i < e->first[LINE + 1] && is_of_line && !e->is_difference; i++)
+            if (e->order[i] == other && x->op == FA_FLEX_gather && e->first[LINE + 1] - e->first[LINE] == 3)
+                e->bias = i;
     }
 }
 
-/* Finds e->passed. Such a derivative may ask whether the gradient is 0, because then its result is 0. */
-static int32_t find_passed(const fa_flex_evaluator *e) {
+/* Marks the instructions of the step LINE that an instruction needs. */
+static void mark_needed(fa_flex_evaluator *e, int32_t idx) {
+    const fa_flex_instruction *x = &e->bound->program->instructions[idx];
+    if (step_of(e, x) != LINE || e->is_needed[idx]) return;
+    e->is_needed[idx] = true;
+    for (int i = 0; i < x->num_operands; i++) mark_needed(e, x->operand[i]);
+}
+
+/* Finds e->passed: the derivative passes the gradient on, and has one scatter, which adds the gradient at places that
+ * do not depend on the score. The rest of the step LINE finds these places, or asks whether the gradient is 0, because
+ * then the result is 0. */
+static void find_passed(fa_flex_evaluator *e) {
     const fa_flex_program *p = e->bound->program;
-    int32_t found = -1;
-    if (!fa_flex_passes_gradient(p)) return -1;
-    for (int32_t i = e->first[LINE]; i < e->first[LINE + 1]; i++) {
-        const fa_flex_instruction *x = e->schedule[i].x;
-        if (x->op == FA_FLEX_grad || x->op == FA_FLEX_ne || x->op == FA_FLEX_where) continue;
-        if (!fa_flex_is_scatter(x) || found >= 0 || x->result != FA_FLEX_F32) return -1;
-        if (p->instructions[x->operand[x->num_operands - 1]].op != FA_FLEX_grad) return -1;
-        found = i;
-    }
-    return found;
+    int32_t found = -1, num = 0;
+    e->passed = -1;
+    if (!fa_flex_passes_gradient(p)) return;
+    for (int32_t i = e->first[LINE]; i < e->first[LINE + 1]; i++)
+        if (fa_flex_is_scatter(e->schedule[i].x)) found = i, num++;
+    if (num != 1) return;
+    const fa_flex_instruction *x = e->schedule[found].x;
+    const int rank = x->num_operands - 1;
+    if (x->result != FA_FLEX_F32 || p->instructions[x->operand[rank]].op != FA_FLEX_grad) return;
+    for (int i = 0; i < rank; i++)
+        if (p->instructions[x->operand[i]].depends & FA_FLEX_ON_SCORE) return;
+    for (int i = 0; i < rank; i++) mark_needed(e, x->operand[i]);
+    e->passed = found;
 }
 
 static const fa_flex_operations *operations_of(fa_isa isa) {
@@ -302,8 +365,9 @@ fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa,
     e->order = malloc(num * sizeof *e->order);
     e->schedule = calloc(num, sizeof *e->schedule);
     e->turned = calloc(num, sizeof *e->turned);
+    e->is_needed = calloc(num, sizeof *e->is_needed);
     e->memory = calloc(1, bytes);
-    if (!e->values || !e->order || !e->schedule || !e->turned || !e->memory) goto no_memory;
+    if (!e->values || !e->order || !e->schedule || !e->turned || !e->is_needed || !e->memory) goto no_memory;
     e->spread = e->values + num;
     char *at = e->memory;
     for (size_t i = 0; i < num; i++)
@@ -312,8 +376,8 @@ fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa,
             at += MOST * element_bytes(p->instructions[i].result);
         }
     sort_steps(e, traits);
-    find_bias(e);
-    e->passed = find_passed(e);
+    find_bias(e, traits);
+    find_passed(e);
     free(traits);
     free(is_spread);
     return e;
@@ -328,6 +392,7 @@ void fa_flex_evaluator_free(fa_flex_evaluator *e) {
     if (!e) return;
     for (int32_t i = 0; e->turned && i < e->bound->program->num_instructions; i++) free(e->turned[i].values);
     free(e->turned);
+    free(e->is_needed);
     free(e->memory);
     free(e->schedule);
     free(e->order);

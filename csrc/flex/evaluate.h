@@ -31,10 +31,16 @@ void fa_flex_start_lanes(fa_flex_evaluator *e, int64_t first, int num);
  * up to a multiple of 16 lanes. They may be NULL if the program does not read them. */
 const void *fa_flex_line(fa_flex_evaluator *e, int line, const void *scores, const void *grads);
 
-/* A score_mod may add what it reads to the score, as a bias does, and do nothing else. For such a program the function
- * returns what is added in lines [line, line + *num_lines), in rows of FA_FLEX_TILE floats, valid until the next step.
- * NULL: it is another program, or fa_flex_line shall read these elements one by one. Steps are the same before both. */
-const float *fa_flex_bias_lines(fa_flex_evaluator *e, int line, int *num_lines);
+/* A score_mod may only add a number to the score: what it reads, as a bias does, or what depends on the line, the lane
+ * or their difference. For such a program the function returns the numbers of num_lines lines from `line` on, valid
+ * until the next step. values NULL: it is another program, or fa_flex_line shall evaluate this line. Steps before are
+ * those of fa_flex_line. */
+typedef struct {
+    const float *values;   /* [lanes] of the first line */
+    int num_lines, stride; /* from line to line */
+} fa_flex_bias_rows;
+
+fa_flex_bias_rows fa_flex_bias_lines(fa_flex_evaluator *e, int line);
 
 /* Scatters add to sums[capture]. Without this call, and with sums NULL, all scatters add nowhere. Lines of scatters may
  * wait for the next line. fa_flex_add_waiting adds them, before the sums are read or changed for others. */

@@ -397,7 +397,8 @@ static double sum_of(const float *values, int num) {
 }
 
 /* Zeros are not added at places of their own, so that lanes without a gradient do not matter. */
-static void scatter(const fa_flex_operation *o, const fa_flex_capture *c, int rank, fa_flex_sums_at to) {
+static bool scatter(const fa_flex_operation *o, const fa_flex_capture *c, int rank, fa_flex_sums_at to,
+                    bool only_even) {
     int64_t stride[FA_FLEX_MAX_RANK], at[FA_FLEX_MOST_LANES], num = 1;
     const bool is_double = o->x->result == FA_FLEX_F64;
     const float *values = o->in[rank];
@@ -410,15 +411,16 @@ static void scatter(const fa_flex_operation *o, const fa_flex_capture *c, int ra
                 to.fp64[even.first] += sum;
             else
                 to.fp32[even.first] += (float)sum;
-            return;
+            return true;
         }
         if (even.step == 1) {
             for (int i = 0; to.fp64 && i < o->used; i++) to.fp64[even.first + i] += (double)values[i];
             for (int i = 0; to.fp32 && i < o->used; i++) to.fp32[even.first + i] += values[i];
-            return;
+            return true;
         }
-        if (o->turned && put_turned(o, &even, values, to)) return;
+        if (o->turned && put_turned(o, &even, values, to)) return true;
     }
+    if (only_even) return false;
     place(o, rank, c->size, stride, at);
     for (int i = 0; i < o->used; i++) {
         const double value = is_double ? ((const double *)o->in[rank])[i] : (double)values[i];
@@ -428,6 +430,7 @@ static void scatter(const fa_flex_operation *o, const fa_flex_capture *c, int ra
         else
             to.fp32[at[i]] += (float)value;
     }
+    return true;
 }
 
 const fa_flex_operations OPERATIONS = {operate, gather, gather_lines, scatter, add_waiting, fill, count};

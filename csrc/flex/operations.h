@@ -39,8 +39,10 @@ typedef struct {
      * of `in`. NULL unless they are read by lines. */
     const float *(*gather_lines)(const fa_flex_operation *o, const fa_flex_capture *capture, fa_flex_dtype dtype,
                                  int *num_lines);
-    /* Adds in[rank] to a contiguous capture of `rank` dimensions at in[0 .. rank - 1]. Lines may wait in `turned`. */
-    void (*scatter)(const fa_flex_operation *o, const fa_flex_capture *capture, int rank, fa_flex_sums_at to);
+    /* Adds in[rank] to a contiguous capture of `rank` dimensions at in[0 .. rank - 1]. Lines may wait in `turned`. With
+     * only_even just the first index of each dimension is known. false: this is not enough, and nothing was added. */
+    bool (*scatter)(const fa_flex_operation *o, const fa_flex_capture *capture, int rank, fa_flex_sums_at to,
+                    bool only_even);
     /* Adds the lines that wait. */
     void (*add_waiting)(const fa_flex_operation *o, fa_flex_sums_at to);
     void (*fill)(fa_flex_type type, int n, void *r, const void *element); /* copies one element to all places */

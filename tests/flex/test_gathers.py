@@ -112,6 +112,9 @@ def adds(dtype, len_q, len_kv):
         "backwards": ((len_q, len_kv), lambda t, b, h, i, j: t[len_q - 1 - i, len_kv - 1 - j]),
         "twice": ((2, len_q, len_kv), lambda t, b, h, i, j: t[h, i, j] + 2 * t[1 - h, i, j]),
         "scaled": ((2, len_q, len_kv), lambda t, b, h, i, j: 3 * t[h, i, j]),
+        "unequal": ((2, 2), lambda t, b, h, i, j: t[h, torch.where(i != j, 1, 0)]),
+        "buckets": ((2, 8), lambda t, b, h, i, j: t[h, (j - i).abs().clamp(max=7)]),
+        "every second": ((len_q, 2 * len_kv), lambda t, b, h, i, j: t[i, 2 * j]),
     }
     for name, (shape, read) in sizes.items():
         yield name, table_of(dtype, *shape), read, read
