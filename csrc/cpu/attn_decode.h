@@ -221,7 +221,7 @@ static void run_decode_tasks(int64_t begin, int64_t end, void *ctx) {
         const int64_t partial = task % job->num_partials, range = task / job->num_partials;
         if (job->first_partial[b_idx] > partial) b_idx = 0;
         while (job->first_partial[b_idx + 1] <= partial) b_idx++;
-        decode_task t; /* 38 KB; only what open_task and run_split write is read */
+        decode_task t; /* 86 KB; only what open_task and run_split write is read */
         t.job = job, t.p = p, t.s = fa_sequence_at(p, b_idx), t.rows = job->rows;
         t.mods = fa_flex_of(p) ? &mods : NULL;
         t.columns = job->columns, t.q_columns = job->q_columns;

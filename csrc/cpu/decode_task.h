@@ -14,7 +14,8 @@
 #ifndef DECODE_SUMS
 #define DECODE_SUMS LANES
 #endif
-#define DECODE_MAX_LANES   64
+#define DECODE_MAX_LANES   FA_DECODE_MAX_ROWS_OF_MODS
+#define DECODE_MAX_Q       (DECODE_MAX_LANES * FA_MAX_HEAD_DIM) /* words; several heads have at most 4096 */
 #define DECODE_MAX_AHEAD   16
 #define DECODE_AHEAD_BYTES (16 * 1024) /* a third of a first-level cache */
 #define DECODE_AGAIN_BYTES (4 * 1024)
@@ -61,7 +62,7 @@ typedef struct decode_task {
 
     float row_max[DECODE_MAX_LANES], row_sum[DECODE_MAX_LANES];
     float slope[DECODE_MAX_LANES], scale[DECODE_MAX_LANES]; /* scale: of FA_E4M3, otherwise in the job */
-    _Alignas(64) float q[4096]; /* [heads][q_columns / WORD_ELEMS / LANES][rows][LANES] words */
+    _Alignas(64) float q[DECODE_MAX_Q]; /* [heads][q_columns / WORD_ELEMS / LANES][rows][LANES] words */
     _Alignas(64) float scores[FA_DECODE_BLOCK * DECODE_MAX_LANES]; /* [keys][lanes] */
 } decode_task;
 

@@ -45,7 +45,8 @@ fa_flex_sums fa_flex_sums_of(const fa_problem *p, bool owns) {
     const fa_flex *flex = p->flex;
     fa_flex_sums sums = {.num = 0};
     if (!flex->derivative || !flex->gradients) return sums;
-    sums.is_wanted = true, sums.by_head = sums.by_key = owns;
+    sums.is_wanted = true, sums.by_head = owns;
+    sums.by_key = owns && !p->cu_seqlens_k && !p->seqused_k; /* a range has the same keys in all sequences */
     for (int c = 0; c < flex->derivative->program->num_captures; c++) {
         bool is_only;
         const fa_flex_instruction *scatter = scatter_to(flex, c, &is_only);

@@ -361,7 +361,9 @@ static const float *gather_lines(const fa_flex_operation *o, const fa_flex_captu
         return o->r;
     }
     const float *line = o->turned ? turned_line(o, c, dtype, &even) : NULL;
-    if (line) *num_lines = (int)(o->turned->at + o->turned->num_lines - even.first);
+    const int64_t rest = line ? o->turned->at + o->turned->num_lines - even.first : 1;
+    *num_lines =
+        least((int)rest, even.num_lines); /* other indices may have turned lines beyond those inside for these */
     return line;
 }
 

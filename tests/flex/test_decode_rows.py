@@ -70,6 +70,20 @@ def test_equals_the_reference(name, dtype, len_q, heads, isa):
             close(x, wants, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("group, len_q, d", [(8, 8, 96), (8, 8, 256), (64, 1, 256), (9, 7, 128), (5, 4, 200)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_most_rows_of_the_widest_heads(dtype, group, len_q, d, isa):
+    generator = torch.Generator().manual_seed(group)
+    q, k, v = (torch.randn(2, n, h, d, generator=generator).to(dtype) for n, h in ((len_q, 2 * group), *[(200, 2)] * 2))
+    bias = torch.randn(1, 2 * group, len_q, 200, generator=generator)
+    flash_attn_2_cuda.set_cpu_isa("reference")
+    want = flash_attn_func(q, k, v, attn_bias=bias)
+    flash_attn_2_cuda.set_cpu_isa(isa)
+    close(flash_attn_func(q, k, v, attn_bias=bias), want, TOLERANCES[dtype])
+    if isa != "reference":
+        assert explain(flash_attn_func, q, k, v, attn_bias=bias).kernel.startswith("attn_decode_")
+
+
 def test_which_calls_it_takes():
     q, k = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 300, 16)
 

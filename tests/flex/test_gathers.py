@@ -155,3 +155,22 @@ def test_every_way_to_add(isa, lengths):
             assert torch.equal(*found), name
             error, most = (found[0].double() - wanted.double()).abs(), 1e-2 if dtype == torch.bfloat16 else 2e-5
             assert (error <= most * (1 + wanted.double().abs())).all(), (name, dtype, error.max())
+
+
+def test_lines_of_another_head_do_not_lengthen_those_inside(isa):
+    """The strides overlap, and the tensor has fewer keys than there are. So the lines of one head lie behind those of
+    the other, but its last key serves all further keys."""
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(64, 64, generator=generator).unfold(1, 20, 16)[:, :2]  # [64, 2, 20], strides (64, 16, 1)
+    query, key, value = (torch.randn(1, 2, 64, 16, generator=generator) for _ in range(3))
+
+    def results(bias):
+        return flex_attention(
+            query,
+            key,
+            value,
+            lambda s, b, h, i, j: s + bias[i, 1 - h, j],
+            mask_mod=lambda b, h, i, j: (j < 16) == (h == 0),
+        )
+
+    assert (results(bias) - results(bias.contiguous())).abs().max() < 1e-5
