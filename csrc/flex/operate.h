@@ -11,6 +11,9 @@
 #pragma GCC optimize("O3,no-trapping-math")
 #endif
 
+#ifndef VERBS
+#define VERBS "cpu/vec_scalar.h"
+#endif
 #include VERBS
 
 #include <math.h>
