@@ -143,7 +143,7 @@ static void spread_line(fa_flex_evaluator *e, int line, int num_lanes) {
 /* Evaluates the lanes of a line and as many lanes before them as there are further lines. Lane k of the next line has
  * the difference of lane k - 1 of this one. Returns the lanes of this line. */
 static const float *find_differences(fa_flex_evaluator *e, int line, int *num_lines) {
-    const int rest = e->num_lines - line, room = MOST - e->num_lanes + 1, num = rest < room ? rest : room;
+    const int rest = e->num_lines - line, room = MOST - whole_groups(e->num_lanes) + 1, num = rest < room ? rest : room;
     const int64_t first = e->index[3];
     if (num < 8) return NULL; /* the lines one by one take as long */
     e->index[3] = first - (num - 1), e->are_lanes_shifted = true;

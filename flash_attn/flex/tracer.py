@@ -546,7 +546,10 @@ class Trace:
         copy = types.FunctionType(code, scope, function.__name__, None, tuple(cells))
         seen = self._share(number, function, copy)
         for i, cell in enumerate(cells):
-            cell.cell_contents = self.child(number, "{0}.__closure__[{1}].cell_contents", i)
+            if _is_empty(function.__closure__[i]):
+                self.holds_once = True  # it may be filled later
+            else:
+                cell.cell_contents = self.child(number, "{0}.__closure__[{1}].cell_contents", i)
         for name in sorted(names - {"__builtins__"}):
             if name in function.__globals__:
                 scope[name] = self.child(number, "{0}.__globals__[{1}]", name)
@@ -646,6 +649,15 @@ def _type_of_number(number):
     if isinstance(number, (bool, torch.SymBool)):
         return TYPES[torch.bool]
     return TYPES[torch.int64 if isinstance(number, (int, torch.SymInt)) else torch.float64]
+
+
+def _is_empty(cell):
+    """Is this the cell of a variable without a value?"""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
 
 
 def _codes(code):

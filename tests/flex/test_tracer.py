@@ -184,6 +184,30 @@ def test_control_flow_by_a_number_is_guarded():
 REACH = 4
 
 
+def test_a_variable_without_a_value_may_get_one_later():
+    """PyTorch's function does not mind such a variable, either, as long as the mod does not ask for it."""
+
+    def make():
+        has_value = False
+
+        def mod(score, b, h, i, j):
+            return score + slope * (i - j) if has_value else score
+
+        def fill():
+            nonlocal slope, has_value
+            slope, has_value = 0.5, True
+
+        return mod, fill
+        slope = 0.0
+
+    (mod, fill), x = make(), torch.randn(1, 1, 8, 8)
+    for _ in range(2):
+        assert torch.equal(flex_attention(x, x, x, mod), flex_attention(x, x, x))
+    fill()
+    wants = flex_attention(x, x, x, lambda score, b, h, i, j: score + 0.5 * (i - j))
+    assert torch.equal(flex_attention(x, x, x, mod), wants)
+
+
 def test_globals_and_attributes_are_bound_again(monkeypatch):
     config = types.SimpleNamespace(reach=3)
 
