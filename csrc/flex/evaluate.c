@@ -178,13 +178,11 @@ fa_flex_bias_rows fa_flex_bias_lines(fa_flex_evaluator *e, int line) {
 
 /* The places of a scatter for the first `num` lanes. */
 static void find_places(fa_flex_evaluator *e, int num) {
-    const unsigned mode = fa_keep_denormals();
     for (int32_t i = e->first[LINE]; i < e->first[LINE + 1]; i++) {
         if (!e->is_needed[e->order[i]]) continue;
         e->schedule[i].n = whole_groups(num), e->schedule[i].used = num;
         run(e, &e->schedule[i], NULL, NULL);
     }
-    fa_restore_denormals(mode);
 }
 
 /* Scatters the gradient of a line. Where places grow evenly, the first one tells all of them. */
@@ -207,7 +205,9 @@ const void *fa_flex_line(fa_flex_evaluator *e, int line, const void *scores, con
     spread_line(e, line, e->num_lanes);
     const int32_t last = p->num_instructions - 1;
     if (e->passed >= 0) {
+        const unsigned mode = fa_keep_denormals();
         pass_gradient(e, grads);
+        fa_restore_denormals(mode);
         return grads;
     }
     run_step(e, LINE, e->num_lanes, scores, grads);
