@@ -16,7 +16,7 @@ struct fa_flex_evaluator {
     const fa_flex_bound *bound;
     const fa_flex_operations *operations;
     fa_flex_operation *schedule; /* [num_instructions], the steps one after the other */
-    fa_flex_turned *turned;      /* [num_instructions], of the gathers of schedule */
+    fa_flex_turned *turned;      /* [num_instructions], of the gathers and scatters of schedule */
     int32_t *order;              /* the instructions of schedule */
     int32_t first[NUM_STEPS + 1];
     void **values; /* [num_instructions], MOST elements each */

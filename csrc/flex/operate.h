@@ -391,6 +391,7 @@ static bool put_turned(const fa_flex_operation *o, const even_places *at, const 
     return true;
 }
 
+/* Several sums at once, because each addition waits for the one before. */
 static double sum_of(const float *values, int num) {
     double parts[FA_FLEX_GROUP] = {0}, sum = 0;
     int i = 0;

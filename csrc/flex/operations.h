@@ -9,8 +9,8 @@
 #define FA_FLEX_GROUP      16
 #define FA_FLEX_MOST_LANES 128
 
-/* Lines of a gather or a scatter that lie one behind the other in memory, while their lanes lie apart (turn.h). Those
- * of a gather are read together, for the lines that come. Those of a scatter wait here, and are added together. */
+/* Lines of a gather or a scatter. They lie one behind the other in memory, and their lanes lie apart (turn.h). Those of
+ * a gather are read together, for the lines that come. Those of a scatter wait here, and are added together. */
 typedef struct {
     int32_t slope[FA_FLEX_MAX_OPERANDS]; /* what an index grows by from line to line */
     int64_t at, step;                    /* the element of the first lane in the first line; from lane to lane */
@@ -35,8 +35,8 @@ typedef struct {
     void (*operate)(const fa_flex_operation *o);
     /* r = the captured elements at in. */
     void (*gather)(const fa_flex_operation *o, const fa_flex_capture *capture, fa_flex_dtype dtype);
-    /* Returns the captured elements of fp32 of *num_lines lines, in rows of FA_FLEX_MOST_LANES. The first line is that
-     * of `in`. NULL unless they are read by lines. */
+    /* Returns captured elements of fp32 for *num_lines lines, of which `in` is the first. Lines are rows of
+     * FA_FLEX_MOST_LANES. NULL unless they are read by lines. */
     const float *(*gather_lines)(const fa_flex_operation *o, const fa_flex_capture *capture, fa_flex_dtype dtype,
                                  int *num_lines);
     /* Adds in[rank] to a contiguous capture of `rank` dimensions at in[0 .. rank - 1]. Lines may wait in `turned`. With

@@ -14,6 +14,7 @@
 
 static inline int least(int a, int b) { return a < b ? a : b; }
 
+/* Loads the first elements of a row, and zeros behind them. */
 INLINE vec load_first(const char *row, int num, fa_flex_dtype DTYPE) {
     if (num <= 0) return vec_set(0.0f);
     if (DTYPE == FA_FLEX_OF_F32)
