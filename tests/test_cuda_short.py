@@ -88,6 +88,23 @@ def test_other_calls(call, options):
     assert "bwd_short" not in " ".join(names_of(*call, **options))
 
 
+def names_of_packed(max_q, max_k, **options):
+    q = torch.empty(140, 4, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.empty(5, device="meta", dtype=torch.int32)
+    call = flash_attn_varlen_func, q, q, q, ends, ends, max_q, max_k
+    return [kernel.name for kernel in flash_attn.prebuild_call(*call, archs="sm_90a", compiles=False, **options)]
+
+
+def test_packed_calls():
+    assert names_of_packed(16, 9) == [f"attn_{way}_short_bf16_d64_q16kv16_varlen" for way in ("fwd", "bwd")]
+    assert names_of_packed(30, 32, softcap=2.0) == [
+        f"attn_{way}_short_bf16_d64_q32kv32_varlen_score" for way in ("fwd", "bwd")
+    ]
+    names = names_of_packed(64, 64)
+    assert names[0].startswith("attn_fwd_sm90") and names[1:] == ["attn_bwd_short_bf16_d64_q64kv64_varlen"]
+    assert "short" not in " ".join(names_of_packed(16, 65))
+
+
 def test_fewer_key_heads_have_the_forward_alone():
     names = names_of(16, 16, 64, h_kv=2)
     assert names[0] == "attn_fwd_short_bf16_d64_q16kv16" and not any("bwd_short" in name for name in names)
@@ -122,6 +139,20 @@ def random_case(seed):
 def test_random_calls(seed, short_kernels):
     case = random_case(seed)
     verify(case, backward=True)
+
+
+def random_packed(seed):
+    source, case = random.Random(seed), random_case(seed)
+    most_q, most_k = (16 << source.randrange(3) for _ in range(2))
+    len_q = tuple(source.randint(0, most_q) for _ in range(source.randint(1, 12)))
+    same = source.random() < 0.5
+    return replace(case, len_q=len_q, len_kv=len_q if same else tuple(source.randint(0, most_k) for _ in len_q))
+
+
+@on_gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_random_packed_calls(seed, short_kernels):
+    verify(random_packed(seed), backward=True)
 
 
 @on_gpu
@@ -287,6 +318,77 @@ def test_packed_calls_agree():
     grads = torch.autograd.grad(out, leaves, dout), torch.autograd.grad(packed, leaves, dout.flatten(0, 1))
     for x, y in zip(*grads):
         torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+
+
+def packed_results(q, k, v, dout, ends, most, **options):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse, _ = flash_attn_varlen_func(*leaves, ends, ends, most, most, return_attn_probs=True, **options)
+    return lse, out, *torch.autograd.grad(out, leaves, dout)
+
+
+@on_gpu
+@pytest.mark.parametrize("most", (10, 30, 64))
+@pytest.mark.parametrize("options", ({}, {"causal": True, "softcap": 3.0}, {"window_size": (40, 9)}), ids=str)
+@pytest.mark.parametrize("d", (40, 64, 160))
+def test_sequences_that_are_longer_than_max_seqlen(d, options, most, short_kernels):
+    """Their lengths are on the GPU, so no call can refuse them."""
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 7, 7, 150, 151, 216, 220], device="cuda", dtype=torch.int32)
+    q, k, v, dout = (randn(220, 3, d) for _ in range(4))
+    found = packed_results(q, k, v, dout, ends, most, **options)
+    want = packed_results(q, k, v, dout, ends, 143, **options)
+    for x, y in zip(found, want):
+        torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+
+
+@on_gpu
+def test_dropout_of_longer_sequences(short_kernels):
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 20, 150], device="cuda", dtype=torch.int32)
+    q, k, v, dout = (randn(150, 2, 64) for _ in range(4))
+    found = []
+    for most in (20, 130):
+        torch.cuda.manual_seed(1)
+        found.append(packed_results(q, k, v, dout, ends, most, dropout_p=0.3))
+    for x, y in zip(*found):
+        torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+
+
+@on_gpu
+@pytest.mark.parametrize("most", (9, 20, 50))
+@pytest.mark.parametrize("num", (1, 700))
+def test_rows_of_no_sequence(num, most, short_kernels):
+    """lse is -inf there, and every other element has the same bits again, whatever memory held before."""
+    torch.manual_seed(0)
+    ends = torch.randint(0, most + 1, (num + 1,)).cumsum(0).sub_(3).clamp_(0).int()
+    ends[0] = 0
+    owned = int(ends[-1])
+    q, k, v, dout = (randn(owned + 333, 3, 64) for _ in range(4))
+    ends = ends.cuda()
+
+    def call():
+        lse, *rest = packed_results(q, k, v, dout, ends, most, causal=True)
+        assert (lse[:, owned:] == -torch.inf).all()
+        return lse, *(x[:owned] for x in rest)
+
+    poisoned_repeats(call, 20)
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", (12, 27, 60))
+def test_packed_neighbours_see_nothing(rows, short_kernels):
+    """NaN in one sequence reaches no other one, although their rows lie side by side."""
+    torch.manual_seed(0)
+    q, k, v, dout = (randn(5 * rows, 4, 64) for _ in range(4))
+    ends = torch.arange(6, device="cuda", dtype=torch.int32) * rows
+    clean = packed_results(q, k, v, dout, ends, rows)
+    for x in (q, k, v, dout):
+        x[2 * rows : 3 * rows] = float("nan")
+    found = packed_results(q, k, v, dout, ends, rows)
+    others = torch.ones(5 * rows, dtype=torch.bool, device="cuda")
+    others[2 * rows : 3 * rows] = False
+    for x, y in zip(found[1:], clean[1:]):
+        assert torch.equal(x[others], y[others]) and x[~others].isnan().all()
 
 
 @on_gpu

@@ -24,6 +24,7 @@
 #include "short_units.cuh"
 #include "dot.cuh"
 #include "quads.cuh"
+#include "short_longer.cuh"
 
 constexpr int WEIGHTS_PITCH = UNIT_ROWS + 8; /* like PITCH */
 
@@ -139,14 +140,13 @@ template <bool MARKS> DEVICE void store_weights(factor *weights, const float (&x
 
 /* ---- dV and dK ------------------------------------------------------------------------------------------------- */
 
-/* Makes dV or dK [16, HEAD_DIM] = W^T B of the warp's keys from `key` on. W [query, key] and B lie in shared memory. */
+/* Adds W^T B to dV or dK [16, HEAD_DIM] of the warp's keys, which lie in W from `key` on. W [query, key] and B lie in
+ * shared memory. */
 DEVICE void multiply_transposed(float (&o)[1][COLUMNS][4], const factor *weights, int key, const factor *b) {
     constexpr int BYTES = factor::BYTES;
     const int l = lane();
     const u32 w_row = smem_address(weights + (l / 16 * 8 + l % 8) * WEIGHTS_PITCH + key + l / 8 % 2 * 8);
     const u32 b_row = smem_address(b + l % 16 * PITCH + l / 16 * 8);
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) o[0][c][0] = o[0][c][1] = o[0][c][2] = o[0][c][3] = 0;
 #pragma unroll
     for (int k = 0; k < UNIT_ROWS / 16; k++) {
         u32 a[4];
@@ -166,8 +166,6 @@ DEVICE void multiply_seen(float (&o)[1][COLUMNS][4], const factor *weights, int 
     float w[1][N][4];
     u32 seen[1] = {0};
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) o[0][c][0] = o[0][c][1] = o[0][c][2] = o[0][c][3] = 0;
-#pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
@@ -178,25 +176,36 @@ DEVICE void multiply_seen(float (&o)[1][COLUMNS][4], const factor *weights, int 
     accumulate_by_fma<false>(o, w, b, seen);
 }
 
-DEVICE void store_gradient(const fa_cuda_view &result, const float (&x)[1][COLUMNS][4], float weight, int b_idx,
-                           int head, int row, int num_rows, int d) {
+/* Stores x times `weight` to rows from `row` on of a gradient. num_rows rows exist. `result` is row 0. */
+DEVICE void store_gradient(element::output *result, const long long &stride, const float (&x)[1][COLUMNS][4],
+                           float weight, int row, int num_rows, int d) {
     const float weights[2] = {weight, weight};
-    store_rows((const float (&)[4 * COLUMNS]) x[0], weights,
-               (element::output *)result.data + b_idx * result.stride_b + head * result.stride_h, result.stride_row,
-               row, num_rows, d);
+    store_rows((const float (&)[4 * COLUMNS]) x[0], weights, result, stride, row, num_rows, d);
+}
+
+DEVICE void store_query_gradient(const fa_cuda_problem &p, const unit_place &at, const float (&x)[1][COLUMNS][4],
+                                 int row) {
+    store_gradient((element::output *)p.dq.data + query_offset(p.dq, at.s, 0, at.head), p.dq.stride_row, x, p.scale,
+                   row, at.s.len_q, p.d);
+}
+
+DEVICE void store_key_gradient(const fa_cuda_problem &p, const unit_place &at, const fa_cuda_view &result,
+                               const float (&x)[1][COLUMNS][4], float weight, int key) {
+    store_gradient((element::output *)result.data + key_offset(p, result, at.s, 0, at.head), result.stride_row, x,
+                   weight, key, at.s.len_kv, p.d);
 }
 
 /* dV and dK of the warp's keys. */
 DEVICE void make_key_gradients(const fa_cuda_problem &p, const unit_memory &unit, const unit_place &at, int key,
                                bool is_exact) {
-    float sums[1][COLUMNS][4];
     const auto make = [&](const factor *weights, const factor *rows, const fa_cuda_view &result, float weight) {
         if (!result.data) return;
+        float sums[1][COLUMNS][4] = {};
         if (is_exact)
             multiply_seen(sums, weights, key, rows);
         else
             multiply_transposed(sums, weights, key, rows);
-        store_gradient(result, sums, weight, at.b_idx, at.head, key, p.len_kv, p.d);
+        store_key_gradient(p, at, result, sums, weight, key);
     };
     make(unit.p, unit.dout, p.dv, 1);
     make(unit.ds, unit.q, p.dk, p.scale);
@@ -204,24 +213,25 @@ DEVICE void make_key_gradients(const fa_cuda_problem &p, const unit_memory &unit
 
 /* ---- a unit ---------------------------------------------------------------------------------------------------- */
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {
-    extern __shared__ __align__(16) char memory[];
-    unit_memory &unit = ((unit_memory *)memory)[unit_of_warp()];
-    const long long idx = (long long)blockIdx.x * UNITS + unit_of_warp();
-    if (idx >= (long long)p.b * p.h) return;
-    const unit_place at = unit_at(p, idx);
-    const sequence s = {at.b_idx, 0, p.len_q, p.len_kv, at.b_idx, 0, p.len_kv, nullptr};
-    const int row = first_row_of_warp();
-    const auto load = [&](factor *tile, const fa_cuda_view &view, int num_rows) {
-        load_own_rows(tile, (const factor *)view.data + at.b_idx * view.stride_b + at.head * view.stride_h,
-                      view.stride_row, num_rows, p.d);
+/* Loads the unit's tiles. O goes to registers. */
+DEVICE void load_unit(const fa_cuda_problem &p, unit_memory &unit, const unit_place &at, uint4 (&o)[OWN_PIECES]) {
+    const auto queries = [&](const fa_cuda_view &x) {
+        return (const factor *)x.data + query_offset(x, at.s, 0, at.head);
     };
-    load(unit.q, p.q, s.len_q), load(unit.k, p.k, s.len_kv), load(unit.v, p.v, s.len_kv);
-    load(unit.dout, p.dout, s.len_q);
-    uint4 o[OWN_PIECES];
-    read_own_rows(o, (const factor *)p.o.data + query_offset(p.o, s, 0, at.head), p.o.stride_row, s.len_q, p.d);
-    row_stats rows;
-    bool is_silent = false; /* some row saw no key, or only scores of -inf */
+    const auto keys = [&](const fa_cuda_view &x) {
+        return (const factor *)x.data + key_offset(p, x, at.s, 0, at.head);
+    };
+    load_own_rows(unit.q, queries(p.q), p.q.stride_row, at.s.len_q, p.d);
+    load_own_rows(unit.k, keys(p.k), p.k.stride_row, at.s.len_kv, p.d);
+    load_own_rows(unit.v, keys(p.v), p.v.stride_row, at.s.len_kv, p.d);
+    load_own_rows(unit.dout, queries(p.dout), p.dout.stride_row, at.s.len_q, p.d);
+    read_own_rows(o, queries(p.o), p.o.stride_row, at.s.len_q, p.d);
+}
+
+/* Reads the lse of the warp's rows from `row` on. Returns whether some row saw no key, or only scores of -inf. */
+DEVICE bool read_lse(row_stats &rows, const fa_cuda_problem &p, const unit_place &at, int row) {
+    const sequence &s = at.s;
+    bool is_silent = false;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row + lane() / 4 + 8 * half;
@@ -230,17 +240,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
         rows.lse[half] = saw_a_key ? lse * LOG2_E : INF;
         is_silent |= i < s.len_q && !saw_a_key;
     }
+    return is_silent;
+}
+
+/* Computes delta of the warp's rows, whose dO has come. */
+DEVICE void find_delta(row_stats &rows, const unit_memory &unit, const uint4 (&o)[OWN_PIECES]) {
+    const float2 delta = own_delta(o, unit.dout);
+    rows.delta[0] = rows.lse[0] == INF ? 0 : delta.x, rows.delta[1] = rows.lse[1] == INF ? 0 : delta.y;
+}
+
+DEVICE void store_delta(const row_stats &rows, const fa_cuda_problem &p, const unit_place &at, int row) {
+    if (lane() % 4) return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = row + lane() / 4 + 8 * half;
+        if (i < at.s.len_q) *row_stat(p.softmax_d, at.s, i, at.head) = rows.delta[half];
+    }
+}
+
+/* Rows that only round up the size of softmax_d become zero, and so do those of no sequence. */
+DEVICE void fill_softmax_d(const fa_cuda_problem &p, const unit_place &at) {
+    if (VARLEN) {
+        fill_unowned_stats(p, p.softmax_d, at, p.softmax_d_rows, 0);
+        return;
+    }
+    for (int i = at.s.len_q + 2 * first_row_of_warp() + lane(); i < p.softmax_d_rows; i += 32 * UNIT_WARPS)
+        *row_stat(p.softmax_d, at.s, i, at.head) = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {
+    extern __shared__ __align__(16) char memory[];
+    unit_memory &unit = ((unit_memory *)memory)[unit_of_warp()];
+    const long long idx = (long long)blockIdx.x * UNITS + unit_of_warp();
+    if (idx >= (long long)p.b * p.h) return;
+    const unit_place at = unit_at(p, idx);
+    const sequence &s = at.s;
+    const int row = first_row_of_warp();
+    if (is_long(s)) {
+        make_long_gradients(p, at);
+        fill_softmax_d(p, at);
+        return;
+    }
+    uint4 o[OWN_PIECES];
+    row_stats rows;
+    load_unit(p, unit, at, o);
+    const bool is_silent = read_lse(rows, p, at, row);
 
     const tile_walk keys = keys_of(p, s, 0, s.len_q - 1);
     const bool hides = any_in_unit(is_silent) || keys.full_begin > 0 || keys.full_end < s.len_kv;
     const bool is_masked = hides || s.len_q < UNIT_ROWS || s.len_kv < UNIT_ROWS;
     cp_async_wait_all();
-    const float2 delta = own_delta(o, unit.dout);
-    rows.delta[0] = rows.lse[0] == INF ? 0 : delta.x, rows.delta[1] = rows.lse[1] == INF ? 0 : delta.y;
+    find_delta(rows, unit, o);
     const bool is_exact = any_in_unit(hides && (own_has_nan_or_inf(unit.q) || own_has_nan_or_inf(unit.k) ||
                                                 own_has_nan_or_inf(unit.v) || own_has_nan_or_inf(unit.dout)));
     if (row < s.len_q) {
-        float x[1][N][4], dp[1][N][4], dq[1][COLUMNS][4] = {};
+        float x[1][N][4], dp[1][N][4];
         multiply_rows(x, unit.q + row * PITCH, unit.k);
         multiply_rows(dp, unit.dout + row * PITCH, unit.v);
         if (is_masked)
@@ -254,27 +308,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
         } else {
             store_weights<false>(unit.p, x[0], 0), store_weights<false>(unit.ds, dp[0], 0);
         }
-        if (lane() % 4 == 0)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int i = row + lane() / 4 + 8 * half;
-                if (i < s.len_q) *row_stat(p.softmax_d, s, i, at.head) = rows.delta[half];
-            }
+        store_delta(rows, p, at, row);
         if (p.dq.data) {
+            float dq[1][COLUMNS][4] = {};
             if (is_exact)
                 accumulate_by_fma<false>(dq, dp, unit.k, seen);
             else
                 accumulate(dq, dp, unit.k);
-            store_gradient(p.dq, dq, p.scale, at.b_idx, at.head, row, s.len_q, p.d);
+            store_query_gradient(p, at, dq, row);
         }
     } else {
         /* The rows do not exist, but the products below read their weights. */
         const float none[N][4] = {};
         store_weights<true>(unit.p, none, 0), store_weights<true>(unit.ds, none, 0);
     }
-    /* Rows that only round up the size of softmax_d become zero. */
-    for (int i = s.len_q + 2 * row + lane(); i < p.softmax_d_rows; i += 32 * UNIT_WARPS)
-        *row_stat(p.softmax_d, s, i, at.head) = 0;
+    fill_softmax_d(p, at);
     meet_in_unit();
     if (row < s.len_kv) make_key_gradients(p, unit, at, row, is_exact);
 }

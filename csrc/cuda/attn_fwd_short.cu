@@ -27,35 +27,49 @@ struct unit_memory {
     factor q[UNIT_ROWS * PITCH], k[UNIT_ROWS * PITCH], v[UNIT_ROWS * PITCH];
 };
 
-/* Computes O and lse of the warp's rows, from `row` on. */
-DEVICE void attend(const fa_cuda_problem &p, const unit_memory &unit, const sequence &s, int head, int row,
-                   bool is_masked, bool is_exact) {
-    const scorer score(p, s, head);
-    const float scale = SCORE ? 1 : p.scale; /* the exponent scales plain scores */
-    row_state rows[1][2] = {{{-INF, 0}, {-INF, 0}}};
-    float scores[1][N][4], o[1][COLUMNS][4] = {};
-    u32 seen[1] = {~0u};
-    multiply_rows(scores, unit.q + row * PITCH, unit.k);
-    if (SCORE) change_scores(p, s, head, scores[0], row, 0);
-    if (is_masked) seen[0] = mask_scores(p, s, scores[0], row, 0);
-    softmax_step(scores, o, rows, scale * LOG2_E);
-    if (DROPOUT) drop_scores(p, s, head, scores[0], row, 0);
-    if (is_exact)
-        accumulate_by_fma<false>(o, scores, unit.v, seen);
-    else
-        accumulate(o, scores, unit.v);
+/* What a warp knows of its 16 rows. */
+struct warp_rows {
+    row_state state[1][2];
+    float o[1][COLUMNS][4]; /* not normalised */
+};
 
+DEVICE void clear(warp_rows &x) {
+    x.state[0][0] = x.state[0][1] = {-INF, 0};
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) x.o[0][c][0] = x.o[0][c][1] = x.o[0][c][2] = x.o[0][c][3] = 0;
+}
+
+/* Adds the tile of keys from `first` on to the rows from `row` on. q: these rows in shared memory. */
+DEVICE void add_keys(warp_rows &x, const fa_cuda_problem &p, const unit_memory &unit, const unit_place &at,
+                     const factor *q, int row, int first, bool is_masked, bool is_exact) {
+    const float scale = SCORE ? 1 : p.scale; /* the exponent scales plain scores */
+    float scores[1][N][4];
+    u32 seen[1] = {~0u};
+    multiply_rows(scores, q, unit.k);
+    if (SCORE) change_scores(p, at.s, at.head, scores[0], row, first);
+    if (is_masked) seen[0] = mask_scores(p, at.s, scores[0], row, first);
+    softmax_step(scores, x.o, x.state, scale * LOG2_E);
+    if (DROPOUT) drop_scores(p, at.s, at.head, scores[0], row, first);
+    if (is_exact)
+        accumulate_by_fma<false>(x.o, scores, unit.v, seen);
+    else
+        accumulate(x.o, scores, unit.v);
+}
+
+/* Stores O and lse of the rows from `row` on. */
+DEVICE void finish_rows(warp_rows &x, const fa_cuda_problem &p, const unit_place &at, int row) {
+    const float scale = SCORE ? 1 : p.scale;
     float weights[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row + lane() / 4 + 8 * half;
-        const row_state x = rows[0][half];
-        const float sum = quad_sum(x.sum);
-        const bool is_empty = saw_nothing(x, sum, scale);
-        float lse = lse_of(x, sum, scale);
+        const row_state state = x.state[0][half];
+        const float sum = quad_sum(state.sum);
+        const bool is_empty = saw_nothing(state, sum, scale);
+        float lse = lse_of(state, sum, scale);
         weights[half] = p.keep_scale / sum;
         if (p.sinks.values.data) {
-            const row_with_sink with = add_sink(lse, sink_of(p.sinks.values, head));
+            const row_with_sink with = add_sink(lse, sink_of(p.sinks.values, at.head));
             lse = with.lse, weights[half] *= with.share;
         } else if (is_empty) {
             lse = p.empty_lse;
@@ -63,12 +77,25 @@ DEVICE void attend(const fa_cuda_problem &p, const unit_memory &unit, const sequ
         if (is_empty) {
             weights[half] = 0;
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) o[0][c][2 * half] = o[0][c][2 * half + 1] = 0;
+            for (int c = 0; c < COLUMNS; c++) x.o[0][c][2 * half] = x.o[0][c][2 * half + 1] = 0;
         }
-        if (i < s.len_q && lane() % 4 == 0) *row_stat(p.lse, s, i, head) = lse;
+        if (i < at.s.len_q && lane() % 4 == 0) *row_stat(p.lse, at.s, i, at.head) = lse;
     }
-    store_rows((const float (&)[4 * COLUMNS]) o[0], weights,
-               (element::output *)p.o.data + query_offset(p.o, s, 0, head), p.o.stride_row, row, s.len_q, p.d);
+    store_rows((const float (&)[4 * COLUMNS]) x.o[0], weights,
+               (element::output *)p.o.data + query_offset(p.o, at.s, 0, at.head), p.o.stride_row, row, at.s.len_q, p.d);
+}
+
+DEVICE void load_queries(const fa_cuda_problem &p, unit_memory &unit, const unit_place &at, int top) {
+    load_own_rows(unit.q, (const factor *)p.q.data + query_offset(p.q, at.s, top, at.head), p.q.stride_row,
+                  at.s.len_q - top, p.d);
+}
+
+DEVICE void load_keys(const fa_cuda_problem &p, unit_memory &unit, const unit_place &at, int first) {
+    const int head_kv = at.head / (p.h / p.h_kv), num = at.s.len_kv - first;
+    load_own_rows(unit.k, (const factor *)p.k.data + key_offset(p, p.k, at.s, first, head_kv), p.k.stride_row, num,
+                  p.d);
+    load_own_rows(unit.v, (const factor *)p.v.data + key_offset(p, p.v, at.s, first, head_kv), p.v.stride_row, num,
+                  p.d);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {
@@ -76,16 +103,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
     unit_memory &unit = ((unit_memory *)memory)[unit_of_warp()];
     const long long idx = (long long)blockIdx.x * UNITS + unit_of_warp();
     if (idx >= (long long)p.b * p.h) return;
-    const auto [b_idx, head] = unit_at(p, idx);
-    const sequence s = {b_idx, 0, p.len_q, p.len_kv, b_idx, 0, p.len_kv, nullptr};
-    const int head_kv = head / (p.h / p.h_kv), row = first_row_of_warp();
-    load_own_rows(unit.q, (const factor *)p.q.data + query_offset(p.q, s, 0, head), p.q.stride_row, s.len_q, p.d);
-    load_own_rows(unit.k, (const factor *)p.k.data + key_offset(p, p.k, s, 0, head_kv), p.k.stride_row, s.len_kv, p.d);
-    load_own_rows(unit.v, (const factor *)p.v.data + key_offset(p, p.v, s, 0, head_kv), p.v.stride_row, s.len_kv, p.d);
+    const unit_place at = unit_at(p, idx);
+    const sequence &s = at.s;
+    const int own = first_row_of_warp();
+    fill_unowned_stats(p, p.lse, at, p.total_q, -INF);
 
-    const tile_walk keys = keys_of(p, s, 0, s.len_q - 1);
-    const bool hides = keys.full_begin > 0 || keys.full_end < s.len_kv, is_masked = hides || s.len_kv < UNIT_ROWS;
-    cp_async_wait_all();
-    const bool is_exact = any_in_unit(hides && own_has_nan_or_inf(unit.v));
-    if (row < s.len_q) attend(p, unit, s, head, row, is_masked, is_exact);
+    /* One tile of queries and one of keys, unless a packed sequence is longer than max_seqlen. */
+#pragma unroll 1
+    for (int top = 0; top < (VARLEN ? s.len_q : 1); top += UNIT_ROWS) {
+        const int row = top + own;
+        warp_rows x;
+        clear(x);
+        load_queries(p, unit, at, top);
+#pragma unroll 1
+        for (int first = 0; first < (VARLEN ? max(s.len_kv, 1) : 1); first += UNIT_ROWS) {
+            load_keys(p, unit, at, first);
+            const int last_row = (VARLEN ? min(top + UNIT_ROWS, s.len_q) : s.len_q) - 1;
+            const tile_walk keys = keys_of(p, s, top, last_row);
+            const bool hides =
+                keys.full_begin > first || keys.full_end < (VARLEN ? min(first + UNIT_ROWS, s.len_kv) : s.len_kv);
+            const bool is_masked = hides || s.len_kv < first + UNIT_ROWS;
+            cp_async_wait_all();
+            const bool is_exact = any_in_unit(hides && own_has_nan_or_inf(unit.v));
+            if (row < s.len_q) add_keys(x, p, unit, at, unit.q + own * PITCH, row, first, is_masked, is_exact);
+            if (VARLEN) meet_in_unit(); /* all have read the tiles */
+        }
+        if (row < s.len_q) finish_rows(x, p, at, row);
+    }
 }

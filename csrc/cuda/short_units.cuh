@@ -14,8 +14,9 @@
 #define READS_CACHE 0
 
 /* A row of tiles.def gives HEAD_DIM columns, UNIT_ROWS of a unit, and CTAS of an SM. */
-#if !defined(HEAD_DIM) || !defined(UNIT_ROWS) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT)
-#error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT: 0 or 1"
+#if !defined(HEAD_DIM) || !defined(UNIT_ROWS) || !defined(CTAS) || !defined(SCORE) || !defined(DROPOUT) || \
+    !defined(VARLEN)
+#error "a row of tiles.def; SCORE: softcap, ALiBi or a scale that is not positive; DROPOUT, VARLEN (packed): 0 or 1"
 #endif
 
 #include "tile_any.cuh"
@@ -44,10 +45,28 @@ DEVICE bool any_in_unit(bool x) {
 
 /* The sequence and the head of a unit. */
 struct unit_place {
-    int b_idx, head;
+    sequence s;
+    int head;
 };
 DEVICE unit_place unit_at(const fa_cuda_problem &p, long long unit) {
-    return {(int)((u32)unit / (u32)p.h), (int)((u32)unit % (u32)p.h)};
+    const int b_idx = (int)((u32)unit / (u32)p.h), head = (int)((u32)unit % (u32)p.h);
+    if (VARLEN) return {sequence_at(p, b_idx), head};
+    return {{b_idx, 0, p.len_q, p.len_kv, b_idx, 0, p.len_kv, nullptr}, head};
+}
+
+/* Is a packed sequence longer than max_seqlen, and too long for a tile? */
+DEVICE bool is_long(const sequence &s) { return VARLEN && (s.len_q > UNIT_ROWS || s.len_kv > UNIT_ROWS); }
+
+/* Packed rows behind the last sequence belong to no sequence. The units of a head give them a value together, up to row
+ * `end`. */
+DEVICE void fill_unowned_stats(const fa_cuda_problem &p, const fa_cuda_row_stats &stats, const unit_place &at, int end,
+                               float value) {
+    if (!VARLEN) return;
+    constexpr long long UNIT_THREADS = 32 * UNIT_WARPS;
+    const int thread = lane() + 2 * first_row_of_warp();
+    for (long long i = clamp(p.cu_seqlens_q[p.b], 0, p.total_q) + at.s.b_idx * UNIT_THREADS + thread; i < end;
+         i += p.b * UNIT_THREADS)
+        stats.data[at.head * stats.stride_h + i] = value;
 }
 
 /* ---- a warp's own rows ----------------------------------------------------------------------------------------- */

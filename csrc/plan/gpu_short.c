@@ -21,11 +21,11 @@ static const char *plan_short(const fa_problem *p, fa_family_id id, const fa_mac
     const char *why = fa_why_not_of_3(p, 0);
     if (why) return why;
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
-    NEEDS(!p->cu_seqlens_q && !p->cu_seqlens_k, "it takes no packed sequences");
+    NEEDS(!p->cu_seqlens_q == !p->cu_seqlens_k, "it wants queries and keys packed, or neither");
     NEEDS(!p->paged && !p->leftpad_k && !p->cache_batch_idx && !p->seqused_k && !p->k_new.data && p->len_new == 0 &&
               !p->rotary_cos,
           "it reads no KV cache");
-    NEEDS(p->h > 0, "it wants a query head");
+    NEEDS(p->h > 0 && p->b > 0, "it wants a sequence and a query head");
     NEEDS(p->pass == FA_FWD || p->h == p->h_kv, "it wants as many key heads as query heads");
     NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
     NEEDS(fa_suits_16_bytes(p), FA_16_BYTES_REASON);
@@ -33,7 +33,7 @@ static const char *plan_short(const fa_problem *p, fa_family_id id, const fa_mac
 
     plan->gpu.family = id;
     plan->gpu.row = row;
-    plan->gpu.features = fa_cuda_features(p) & (FA_SCORE | FA_DROPOUT | FA_IN_BF16);
+    plan->gpu.features = fa_cuda_features(p) & (FA_VARLEN | FA_SCORE | FA_DROPOUT | FA_IN_BF16);
     if (!(p->scale < largest_scale)) plan->gpu.features |= FA_SCORE;
     plan->block_q = plan->block_kv = fa_short_row(id, row)->rows;
     return NULL;

@@ -221,8 +221,9 @@ static bool bwd_sm80_chooses(int row, unsigned features) {
 
 /* The units of a CTA have SHORT_ROWS rows together. */
 #define SHORT_ROWS 64
+#define SHORT_FEATURES (FA_VARLEN | FA_SCORE | FA_DROPOUT)
 #define SHORT_ROW(name, d, rows, ctas, shared_bytes) \
-    {name "_d" #d "_q" #rows "kv" #rows, {d, rows, ctas}, FA_SCORE | FA_DROPOUT, SHORT_ROWS * (shared_bytes)},
+    {name "_d" #d "_q" #rows "kv" #rows, {d, rows, ctas}, SHORT_FEATURES, SHORT_ROWS * (shared_bytes)},
 
 static const fa_row fwd_short_rows[] = {
 #define FA_FWD_TILE_SHORT(d, rows, ctas) SHORT_ROW("attn_fwd_short", d, rows, ctas, 3 * PADDED_ROW(d, 2))
@@ -496,14 +497,14 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                       .files = FILES("attn_fwd_short.cu", "short_units.cuh", "softmax_any.cuh", "rows_any.cuh",
                                      "quads.cuh", "sinks.cuh", TILE_ANY_FILES),
                       .columns = {"HEAD_DIM", "UNIT_ROWS", "CTAS"},
-                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
+                      .knows = SHORT_FEATURES | FA_IN_BF16,
                       .rows = fwd_short_rows,
                       .num_rows = NUM_ROWS(fwd_short_rows),
                       .chooses = always_chooses},
     [FA_BWD_SHORT] = {.name = "attn_bwd_short",
-                      .files = FILES("attn_bwd_short.cu", "short_units.cuh", "dot.cuh", "quads.cuh", TILE_ANY_FILES),
+                      .files = FILES("attn_bwd_short.cu", "short_units.cuh", "short_longer.cuh", "dot.cuh", "quads.cuh", TILE_ANY_FILES),
                       .columns = {"HEAD_DIM", "UNIT_ROWS", "CTAS"},
-                      .knows = FA_SCORE | FA_DROPOUT | FA_IN_BF16,
+                      .knows = SHORT_FEATURES | FA_IN_BF16,
                       .rows = bwd_short_rows,
                       .num_rows = NUM_ROWS(bwd_short_rows),
                       .chooses = always_chooses},

@@ -241,7 +241,7 @@ static void draw_masks(test_case *c, random_source *r, random_source *more) {
  * unused keys. */
 static void draw_placement(test_case *c, random_source *r, random_source *more) {
     fa_problem *p = &c->p;
-    int64_t kind = random_below(r, is_short ? 1 : p->pass == FA_FWD && !has_whole_tiles ? 5 : 2), cache_rows = p->b;
+    int64_t kind = random_below(r, p->pass == FA_FWD && !has_whole_tiles && !is_short ? 5 : 2), cache_rows = p->b;
     p->total_q = p->b * p->len_q, p->total_kv = p->b * p->len_kv;
     if (kind == 1 || kind == 2) {
         p->cu_seqlens_q = random_cu_seqlens(r, p->b, p->len_q, c->at_end);
