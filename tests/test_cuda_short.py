@@ -88,9 +88,9 @@ def test_other_calls(call, options):
     assert "bwd_short" not in " ".join(names_of(*call, **options))
 
 
-def names_of_packed(max_q, max_k, **options):
-    q = torch.empty(140, 4, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    ends = torch.empty(5, device="meta", dtype=torch.int32)
+def names_of_packed(max_q, max_k, rows=140, num=4, **options):
+    q = torch.empty(rows, 4, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.empty(num + 1, device="meta", dtype=torch.int32)
     call = flash_attn_varlen_func, q, q, q, ends, ends, max_q, max_k
     return [kernel.name for kernel in flash_attn.prebuild_call(*call, archs="sm_90a", compiles=False, **options)]
 
@@ -103,6 +103,17 @@ def test_packed_calls():
     names = names_of_packed(64, 64)
     assert names[0].startswith("attn_fwd_sm90") and names[1:] == ["attn_bwd_short_bf16_d64_q64kv64_varlen"]
     assert "short" not in " ".join(names_of_packed(16, 65))
+
+
+def test_short_ones_of_many_packed_sequences():
+    """They have a kernel of their own where most sequences are short. Hopper's kernel takes the others."""
+    short = "attn_bwd_short_bf16_d64_q64kv64_varlen"
+    assert names_of_packed(500, 500, rows=72 * 300, num=300)[1:] == [
+        short,
+        *(f"attn_bwd_{step}_bf16_d64_q128kv128_varlen" for step in ("prep", "sm90")),
+    ]
+    assert short not in names_of_packed(500, 500, rows=73 * 300, num=300)
+    assert short not in names_of_packed(500, 500, rows=70 * 255, num=255)
 
 
 def test_fewer_key_heads_have_the_forward_alone():
@@ -153,6 +164,17 @@ def random_packed(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_random_packed_calls(seed, short_kernels):
     verify(random_packed(seed), backward=True)
+
+
+@on_gpu
+@pytest.mark.parametrize("seed", range(24))
+def test_short_sequences_beside_long_ones(seed):
+    source = random.Random(seed)
+    lengths = [source.choice((0, 1, 9, 30, 63, 64, 65, 129, 190)) for _ in range(256)]
+    same = source.random() < 0.5
+    len_kv = lengths if same else source.sample(lengths, len(lengths))
+    case = replace(random_case(seed), len_q=tuple(lengths), len_kv=tuple(len_kv), h=1, scale=None)
+    verify(case, backward=True, deterministic=seed % 2 == 0)
 
 
 @on_gpu

@@ -78,6 +78,7 @@ typedef struct {
     int mask_b, mask_h; /* masks: mask_b mask_h */
 
     int softmax_d_rows; /* allocated rows of one head of softmax_d; some rows may only round up the size */
+    int short_rows;     /* packed: attn_bwd_short takes sequences of up to so many queries and keys; 0: none */
 } fa_attn_bwd_params;
 
 #endif

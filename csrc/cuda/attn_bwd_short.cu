@@ -277,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
     const sequence &s = at.s;
     const int row = first_row_of_warp();
     if (is_long(s)) {
+        if (p.leaves_long) return;
         make_long_gradients(p, at);
         fill_softmax_d(p, at);
         return;

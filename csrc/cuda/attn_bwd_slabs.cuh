@@ -48,6 +48,11 @@ DEVICE interval key_tiles_of(const fa_attn_bwd_params &p, int len_q, int len_kv,
     return {begin, keys.begin < keys.end ? ceil_div(keys.end, BLOCK_KV) : begin};
 }
 
+/* Packed: does attn_bwd_short take the sequence? */
+DEVICE bool is_left_out(const fa_attn_bwd_params &p, const span &q, const span &kv) {
+    return q.len <= p.short_rows && kv.len <= p.short_rows && p.short_rows > 0;
+}
+
 /* Returns the first slab of a packed sequence. The slabs of two sequences do not meet, because
  * floor((begin + len) / n) + 1 >= floor(begin / n) + ceil(len / n). */
 DEVICE int slab_begin(const fa_attn_bwd_params &p, int b_idx) {
@@ -76,7 +81,8 @@ DEVICE slab_rows slab_at(const fa_attn_bwd_params &p, int slab) {
         const span q = span_at(p.cu_seqlens_q, low, p.len_q);
         t.b_idx = low, t.head = head, t.begin = q.begin;
         t.row = (in_head - slab_begin(p, low)) * BLOCK_Q;
-        t.rows = t.row < 0 ? 0 : min(q.len - t.row, BLOCK_Q);
+        const bool is_own = !is_left_out(p, q, span_at(p.cu_seqlens_k, low, p.len_kv));
+        t.rows = t.row < 0 || !is_own ? 0 : min(q.len - t.row, BLOCK_Q);
     } else {
         t.b_idx = head / p.h, t.head = head - t.b_idx * p.h, t.begin = 0;
         t.row = in_head * BLOCK_Q;

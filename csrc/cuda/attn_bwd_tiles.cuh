@@ -59,6 +59,9 @@ struct tile : listed_queries {
 #if ALIBI
     float slope; /* of the first query head */
 #endif
+#if VARLEN
+    int tiles_before; /* key tiles of a head before the sequence */
+#endif
 
     /* Does this key tile begin or complete the sum of dQ of query tile i? `share` is that of listed_queries. */
     DEVICE bool begins_sum(u32 share, int i) const { return has_list() ? share / 2 == 0 : i >= first_begin; }
@@ -93,36 +96,63 @@ DEVICE u32 do_parity(const ring &r) { return DO_STAGES == 1 ? r.stage : r.parity
 
 /* ---- tiles ----------------------------------------------------------------------------------------------------- */
 
+/* The key tiles of a head of a packed sequence. */
+DEVICE int num_tiles_of(const params &p, int b_idx) {
+    const span kv = span_at(p.cu_seqlens_k, b_idx, p.len_kv);
+    if (p.short_rows > 0 && is_left_out(p, span_at(p.cu_seqlens_q, b_idx, p.len_q), kv)) return 0;
+    return ceil_div(kv.len, BLOCK_KV);
+}
+
 /* Whole warp. Returns the number of key tiles of one head over all packed sequences. Lengths between sums that fall may
  * add up to more than all keys. The workspace has room for the tiles of sums that rise. */
 DEVICE int count_packed_tiles(const params &p) {
     int tiles = 0;
-    for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32)
-        tiles += ceil_div(span_at(p.cu_seqlens_k, b_idx, p.len_kv).len, BLOCK_KV);
+#pragma unroll 4
+    for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32) tiles += num_tiles_of(p, b_idx);
     return min(__reduce_add_sync(0xffffffffu, tiles), p.len_kv / BLOCK_KV + p.b);
 }
 
+#if VARLEN
 /* Whole warp. Returns the packed sequence that key tile number `idx` of a head falls into. `idx` becomes the tile's
- * number in this sequence. Lane l looks at sequence `first` + l, with 32 sequences in a window. */
-DEVICE int find_sequence(const params &p, int &idx) {
+ * number in this sequence. The search goes on from the CTA's tile before, because these tiles mostly come in ascending
+ * order. tiles_before counts the key tiles of a head before a sequence. Lane l looks at sequences OWN l to
+ * OWN l + OWN - 1 from `first` on. */
+DEVICE int find_sequence(const params &p, int &idx, const tile &before, int &tiles_before) {
+    constexpr int OWN = 2, ALL = 32 * OWN;
     const int lane = threadIdx.x % 32;
-    for (int first = 0;; first += 32) {
-        int tiles = first + lane < p.b ? ceil_div(span_at(p.cu_seqlens_k, first + lane, p.len_kv).len, BLOCK_KV) : 0;
-        int end = tiles; /* end of this lane's tiles, counted from the window's start by an inclusive scan */
+    int first = before.b_idx;
+    tiles_before = before.tiles_before;
+    if (idx < tiles_before) first = tiles_before = 0;
+    for (;; first += ALL) {
+        int tiles[OWN], end = 0;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            const int b_idx = first + OWN * lane + i;
+            tiles[i] = b_idx < p.b ? num_tiles_of(p, b_idx) : 0;
+            end += tiles[i];
+        }
+        int rest = idx - tiles_before + end;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            int before = __shfl_up_sync(0xffffffffu, end, step);
+            const int before = __shfl_up_sync(0xffffffffu, end, step);
             if (lane >= step) end += before;
         }
-        u32 reached = __ballot_sync(0xffffffffu, idx < end);
+        rest -= end; /* end: of the lane's tiles, by an inclusive scan; rest: the tile's number behind their begin */
+        const u32 reached = __ballot_sync(0xffffffffu, idx - tiles_before < end);
         if (reached) {
-            int owner = __ffs(reached) - 1;
-            idx -= __shfl_sync(0xffffffffu, end - tiles, owner);
-            return first + owner;
+            int own = 0;
+#pragma unroll
+            for (int i = 0; i < OWN - 1; i++)
+                if (own == i && rest >= tiles[i]) rest -= tiles[i], own++;
+            const int owner = __ffs(reached) - 1;
+            rest = __shfl_sync(0xffffffffu, rest, owner);
+            tiles_before = idx - rest, idx = rest;
+            return first + OWN * owner + __shfl_sync(0xffffffffu, own, owner);
         }
-        idx -= __shfl_sync(0xffffffffu, end, 31);
+        tiles_before += __shfl_sync(0xffffffffu, end, 31);
     }
 }
+#endif
 
 /* The mask of this launch. */
 typedef mask_of<CAUSAL, LOCAL> mask;
@@ -140,7 +170,7 @@ DEVICE interval queries_of(const params &p, int kv_tile, int len_q, int len_kv) 
 /* Whole warp. Returns work tile number idx of the launch. With a causal mask the longest work tiles come first. Tiles
  * of one head wait for each other. The head number therefore runs fastest, so that tiles of one head begin apart.
  * Pieces of one tile begin apart, too, because one piece of every cut tile comes before the next pieces. */
-DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
+DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles, const tile &before) {
     tile t;
     t.pieces = 1, t.piece = 0;
     if (CUTS_QUERIES && idx >= p.num_whole) {
@@ -156,21 +186,21 @@ DEVICE tile tile_at(const params &p, int idx, int num_kv_tiles) {
     t.kv_tile = in_group / heads;
     if (CUTS_HEADS) t.pieces = pieces, t.piece = piece, t.idx = head * num_kv_tiles + t.kv_tile;
     t.slab_head = (head * pieces + piece) * p.heads_per_tile;
-    if (VARLEN) {
-        t.head_kv = head;
-        t.b_idx = find_sequence(p, t.kv_tile);
-        const span q = span_at(p.cu_seqlens_q, t.b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, t.b_idx, p.len_kv);
-        t.len_q = q.len, t.len_kv = kv.len, t.kv_begin = kv.begin;
-        t.q_row_0 = p.len_q - q.len, t.q_batch = q.begin + q.len;
-        t.kv_row_0 = p.len_kv - kv.len, t.kv_batch = kv.begin + kv.len;
-        t.first_head = t.slab_head, t.slab = slab_begin(p, t.b_idx);
-        num_kv_tiles = ceil_div(kv.len, BLOCK_KV);
-    } else {
-        t.b_idx = head / p.h_kv, t.head_kv = head - t.b_idx * p.h_kv;
-        t.len_q = p.len_q, t.len_kv = p.len_kv, t.kv_begin = 0;
-        t.q_row_0 = t.kv_row_0 = 0, t.q_batch = t.kv_batch = t.b_idx;
-        t.first_head = t.slab_head - t.b_idx * p.h, t.slab = 0;
-    }
+#if VARLEN
+    t.head_kv = head;
+    t.b_idx = find_sequence(p, t.kv_tile, before, t.tiles_before);
+    const span q = span_at(p.cu_seqlens_q, t.b_idx, p.len_q), kv = span_at(p.cu_seqlens_k, t.b_idx, p.len_kv);
+    t.len_q = q.len, t.len_kv = kv.len, t.kv_begin = kv.begin;
+    t.q_row_0 = p.len_q - q.len, t.q_batch = q.begin + q.len;
+    t.kv_row_0 = p.len_kv - kv.len, t.kv_batch = kv.begin + kv.len;
+    t.first_head = t.slab_head, t.slab = slab_begin(p, t.b_idx);
+    num_kv_tiles = ceil_div(kv.len, BLOCK_KV);
+#else
+    t.b_idx = head / p.h_kv, t.head_kv = head - t.b_idx * p.h_kv;
+    t.len_q = p.len_q, t.len_kv = p.len_kv, t.kv_begin = 0;
+    t.q_row_0 = t.kv_row_0 = 0, t.q_batch = t.kv_batch = t.b_idx;
+    t.first_head = t.slab_head - t.b_idx * p.h, t.slab = 0;
+#endif
     t.find_list(p, t.b_idx, t.first_head, t.kv_tile);
 #if ALIBI
     t.slope = slope_of(p, t.b_idx, t.first_head);
@@ -347,13 +377,15 @@ template <bool LOADS_DO = true, class shared_memory> DEVICE void produce(const p
     const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv * (CUTS_HEADS ? p.pieces : 1) : p.num_tiles;
     ring tr, r; /* of tiles, of steps */
     u32 kv_parity = 0, idx_parity = 0;
+#if VARLEN
+    if (is_leader) s.tiles[1].b_idx = s.tiles[1].tiles_before = 0;
+#endif
     for (int idx = take_tile(p, s, idx_parity); idx < num_tiles; tr.next()) {
         const tile &t = s.tiles[tr.stage]; /* stays in shared memory: this warp has few registers */
         mbarrier_wait(&s.tile_empty[tr.stage], tr.parity ^ 1);
-        /* All lanes have waited. Otherwise the leader could let two phases pass. Packed tiles are found together. */
-        if (!VARLEN) __syncwarp();
+        __syncwarp(); /* all lanes have waited, so the leader cannot let two phases pass; they see the tile before */
         {
-            const tile found = tile_at(p, idx, num_kv_tiles);
+            const tile found = tile_at(p, idx, num_kv_tiles, s.tiles[tr.stage ^ 1]);
             if (is_leader) s.tiles[tr.stage] = found;
         }
         if (is_leader) {

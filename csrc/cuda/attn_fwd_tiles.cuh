@@ -108,6 +108,7 @@ DEVICE span keys_of_sequence(const params &p, int b_idx) {
 /* Packed: the number of tiles of one head, over all sequences. Whole warp. */
 DEVICE int count_packed_tiles(const params &p) {
     int tiles = 0;
+#pragma unroll 4
     for (int b_idx = threadIdx.x % 32; b_idx < p.b; b_idx += 32)
         tiles += ceil_div(queries_of(p, b_idx).len, rows_of_head(p));
     return __reduce_add_sync(0xffffffffu, tiles);

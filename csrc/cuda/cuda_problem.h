@@ -60,6 +60,7 @@ typedef struct {
     int piece_bytes;
     int zero_tensors; /* true: rows of packed outputs that belong to no sequence become zero */
     int num_tiles;    /* tiles of the longest sequence: CTAs of one head */
+    int leaves_long;  /* attn_bwd_short, packed: another kernel takes sequences that are longer than a unit */
     int group_heads;  /* attn_fwd_sm80, attn_bwd_sm80: heads that are walked together (task_order.cuh) */
     float empty_lse;  /* lse of a row that sees no key */
     fa_cuda_sinks sinks;

@@ -9,6 +9,7 @@
 #include "launchers.h"
 #include "map.h"
 #include "mods.h"
+#include "short.h"
 #include "plan/bwd_workspace.h"
 #include "plan/gpu_problem.h"
 
@@ -75,6 +76,7 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
         a->ranks = fa_cuda_block_ranks(call);
         a->mask_b = (int)p->flex->mask_b, a->mask_h = (int)p->flex->mask_h;
     }
+    a->short_rows = call->plan->gpu.short_rows;
     a->keep_max = p->keep_max;
     a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
 }
@@ -129,6 +131,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     const int64_t slabs = w.num_slabs * w.num_heads;
     const int ctas = ctas_of_tile(call), clusters = sms > ctas ? (int)sms / ctas : 1;
     const bool wants_main = p->dq.data || p->dk.data || p->dv.data || fa_wants_capture_gradients(p);
+    if (call->plan->gpu.short_rows > 0) status = fa_cuda_bwd_short_beside(call, err);
     if (call->plan->gpu.features & FA_FLEX) status = fa_cuda_make_block_walks(call, err);
     if (status != FA_OK) return status;
     status = launch(call, FA_BWD_PREP_SM90, is_wide ? fa_families[FA_BWD_SM90].num_rows + row : row, slabs,

@@ -5,6 +5,7 @@
 #include "gpu_bwd_order.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
+#include "gpu_short.h"
 #include "kernel_table.h"
 
 /* Returns the first row that has room for the head dimension and serves every feature, or -1. */
@@ -62,6 +63,7 @@ const char *fa_plan_bwd_sm90(const fa_problem *p, const fa_machine *machine, fa_
     plan->block_q = t->block_q;
     plan->block_kv = t->block_kv;
     plan->workspace_bytes = fa_bwd_workspace_at(p, plan) + w.bytes;
+    plan->gpu.short_rows = fa_short_rows_beside(p, machine);
     if (features & FA_FLEX) {
         if ((why = fa_plan_mask_of_sm90(p, plan)) != NULL) return why;
         fa_plan_mods(p, plan);

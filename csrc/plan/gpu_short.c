@@ -1,23 +1,28 @@
 /* Planners of attn_fwd_short and attn_bwd_short: their requirements, and their row of cuda/tiles.def. */
+#include "gpu_short.h"
+
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 
 /* The longer one of the lengths. */
 static int64_t rows_of(const fa_problem *p) { return p->len_q > p->len_kv ? p->len_q : p->len_kv; }
 
-/* Returns the first row with tiles for the problem, and for which an SM has room. -1: there is none. */
-static int row_of(const fa_problem *p, fa_family_id id, int capability) {
+int fa_find_short_row(const fa_problem *p, fa_family_id id, int64_t rows, int capability) {
     for (int row = 0; row < fa_families[id].num_rows; row++)
-        if (fa_short_row(id, row)->d >= p->d && fa_short_row(id, row)->rows >= rows_of(p) &&
+        if (fa_short_row(id, row)->d >= p->d && fa_short_row(id, row)->rows >= rows &&
             fa_families[id].rows[row].shared_bytes + FA_RESERVED_BYTES <= fa_shared_bytes_of_sm(capability))
             return row;
     return -1;
 }
 
-static const char *plan_short(const fa_problem *p, fa_family_id id, const fa_machine *machine, fa_plan *plan) {
+unsigned fa_short_features(const fa_problem *p) {
     const double largest_scale = 1e30; /* with log2 e, and with its products, a larger scale would leave the floats */
-    const int row = row_of(p, id, machine->gpu_capability);
-    NEEDS(row >= 0, "it is for up to 64 queries and keys, of heads of up to 160 columns");
+    const unsigned features = fa_cuda_features(p) & (FA_VARLEN | FA_SCORE | FA_DROPOUT | FA_IN_BF16);
+    return p->scale < largest_scale ? features : features | FA_SCORE;
+}
+
+/* The requirements but for the lengths. */
+static const char *why_not_short(const fa_problem *p) {
     const char *why = fa_why_not_of_3(p, 0);
     if (why) return why;
     NEEDS(p->dtype == FA_F16 || p->dtype == FA_BF16, "it takes fp16 and bf16");
@@ -30,11 +35,17 @@ static const char *plan_short(const fa_problem *p, fa_family_id id, const fa_mac
     NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
     NEEDS(fa_suits_16_bytes(p), FA_16_BYTES_REASON);
     NEEDS((double)p->b * (double)p->h < INT32_MAX, "the problem has more heads than 2^31");
+    return NULL;
+}
 
+static const char *plan_short(const fa_problem *p, fa_family_id id, const fa_machine *machine, fa_plan *plan) {
+    const int row = fa_find_short_row(p, id, rows_of(p), machine->gpu_capability);
+    NEEDS(row >= 0, "it is for up to 64 queries and keys, of heads of up to 160 columns");
+    const char *why = why_not_short(p);
+    if (why) return why;
     plan->gpu.family = id;
     plan->gpu.row = row;
-    plan->gpu.features = fa_cuda_features(p) & (FA_VARLEN | FA_SCORE | FA_DROPOUT | FA_IN_BF16);
-    if (!(p->scale < largest_scale)) plan->gpu.features |= FA_SCORE;
+    plan->gpu.features = fa_short_features(p);
     plan->block_q = plan->block_kv = fa_short_row(id, row)->rows;
     return NULL;
 }
@@ -48,4 +59,13 @@ const char *fa_plan_fwd_short(const fa_problem *p, const fa_machine *machine, fa
 
 const char *fa_plan_bwd_short(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     return plan_short(p, FA_BWD_SHORT, machine, plan);
+}
+
+/* The lengths are on the GPU. So their mean decides, which is known here. */
+int fa_short_rows_beside(const fa_problem *p, const fa_machine *machine) {
+    enum { MANY = 256, MEAN = 72, ROWS = 64 };
+    const bool is_packed = p->cu_seqlens_q && p->cu_seqlens_k, is_allowed = fa_allows_kernel(machine, "attn_bwd_short");
+    if (!is_packed || !is_allowed || p->flex || p->b < MANY) return 0;
+    if (p->total_q > MEAN * p->b || p->total_kv > MEAN * p->b || why_not_short(p)) return 0;
+    return fa_find_short_row(p, FA_BWD_SHORT, ROWS, machine->gpu_capability) < 0 ? 0 : ROWS;
 }
