@@ -340,21 +340,20 @@ def masks(source):
     return grid(header, body) + caption(name, rows, text)
 
 
-def short(source):
-    """Microseconds of thousands of short sequences, forward and backward."""
-    name = "short_NVIDIA_H200.csv"
-    rows, found = rows_of(source, name), {}
+def of_many(name, columns, words):
+    """A table of microseconds of thousands of sequences, forward and backward. words: a case, made of its columns."""
+    return lambda source: _of_many(rows_of(source, name), name, columns, words)
+
+
+def _of_many(rows, name, columns, words):
+    found = {}
     for row in rows:
-        case = tuple(int(row[x]) for x in ("b", "h", "length", "d"))
-        found.setdefault(case, {})[row["kernel"], row["pass"]] = 1e3 * float(row["ms"])
+        case = words.format(*(row[x] for x in columns))
+        found.setdefault(case, {})[row["kernel"], row["pass"]] = f"{1e3 * float(row['ms']):.0f}"
     kernels = [x for x in dict.fromkeys(row["kernel"] for row in rows) if x != "copy"]
     body = [
-        [
-            "{} x {} heads, {} tokens, {}".format(*case),
-            f"{ms['copy', 'forward']:.0f}",
-            *(", ".join(f"{ms[kernel, step]:.0f}" for step in PASSES) for kernel in kernels),
-        ]
-        for case, ms in found.items()
+        [case, us["copy", "forward"], *(", ".join(us[kernel, step] for step in PASSES) for kernel in kernels)]
+        for case, us in found.items()
     ]
     text = "Microseconds in turns, forward and backward. Copy: as many bytes as q, k, v and out have. "
     return grid(["", "copy", *kernels], body) + caption(name, rows, text)
@@ -522,7 +521,12 @@ TABLES = {
     "prompts before Hopper": prompts_of("prompts_sm80_<device>.csv", "sm80", "generic", "the generic kernels"),
     "few queries": few_queries,
     "masks": masks,
-    "short": short,
+    "short": of_many("short_NVIDIA_H200.csv", ("b", "h", "length", "d"), "{} x {} heads, {} tokens, {}"),
+    "many packed": of_many(
+        "packed_NVIDIA_H200.csv",
+        ("b", "h", "lengths", "mean", "d"),
+        "{} x {} heads, {} tokens, {} in the mean, {}",
+    ),
     "other shapes": shapes,
     "exactness": exactness,
     **_cpu_tables.TABLES,

@@ -259,6 +259,21 @@ BENCH_SHORT = [
     )
 ]
 
+# bench_packed.py: thousands of packed sequences. Lengths (bench_packed.lengths_of), sequences, heads, columns.
+BENCH_PACKED = [
+    ("1 to 16", 8000, 8, 64),
+    ("4 to 32", 4000, 12, 64),
+    ("8 to 32", 2000, 8, 128),
+    ("20 to 64", 1000, 16, 64),
+    ("20 to 64", 1000, 8, 128),
+    ("spread", 2000, 12, 64),
+    ("spread", 8000, 8, 64),
+    ("65 to 128", 300, 8, 64),
+    ("65 to 128", 1000, 8, 64),
+    ("65 to 128", 8000, 8, 64),
+    ("65 to 200", 1000, 8, 128),
+]
+
 # bench_prompts.py: many queries over a cache of len_kv keys.
 BENCH_PROMPTS = [
     Case(len_q, len_kv, b=b, h=h, h_kv=h_kv, d=d, dtype="bf16", causal=True)
