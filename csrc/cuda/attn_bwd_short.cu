@@ -211,6 +211,72 @@ DEVICE void make_key_gradients(const fa_cuda_problem &p, const unit_memory &unit
     make(unit.ds, unit.q, p.dk, p.scale);
 }
 
+/* ---- a sequence that is longer than max_seqlen (short_longer.cuh) ----------------------------------------------- */
+
+/* A query, with the keys that it sees. lse: in powers of 2. */
+struct long_query {
+    lane_row q, dout;
+    interval keys;
+    float lse, delta;
+};
+
+DEVICE long_query query_at(const fa_cuda_problem &p, const unit_place &at, int i) {
+    const sequence &s = at.s;
+    const auto row = [&](const fa_cuda_view &x) { return read_row(x.data, query_offset(x, s, i, at.head), p.d); };
+    long_query r = {row(p.q), row(p.dout), {first_key_of_window(p, s, i), end_key_of_window(p, s, i)}, 0, 0};
+    const float lse = *row_stat(p.lse, s, i, at.head);
+    if (fabsf(lse) == INF) r.keys.end = r.keys.begin; /* it saw only scores of -inf */
+    r.lse = lse * LOG2_E;
+    if (r.keys.begin < r.keys.end) r.delta = dot_of(r.dout, row(p.o));
+    return r;
+}
+
+/* z P and dS of a pair that sees each other. */
+DEVICE float2 weights_of(const fa_cuda_problem &p, const unit_place &at, const long_query &query, int i, int j,
+                         const lane_row &k, const lane_row &v) {
+    float y = dot_of(query.q, k), derivative = 1;
+    if (SCORE) y = scorer(p, at.s, at.head)(y, i, j, derivative);
+    const float prob = ex2(fmaf(y, (SCORE ? 1 : p.scale) * LOG2_E, -query.lse));
+    const float z = !DROPOUT ? 1 : keeps_pair(p, at, i, j) ? p.keep_scale : 0;
+    return {prob * z, prob * (z * dot_of(query.dout, v) - query.delta) * derivative};
+}
+
+/* dQ, dK, dV and delta of the unit's head. */
+DEVICE void make_long_gradients(const fa_cuda_problem &p, const unit_place &at) {
+    const sequence &s = at.s;
+    const int own = first_row_of_warp() / 16;
+    const auto key_row = [&](const fa_cuda_view &x, int j) {
+        return read_row(x.data, key_offset(p, x, s, j, at.head), p.d);
+    };
+#pragma unroll 1
+    for (int i = own; i < s.len_q; i += UNIT_WARPS) {
+        const long_query query = query_at(p, at, i);
+        lane_row dq = {};
+#pragma unroll 1
+        for (int j = query.keys.begin; j < query.keys.end; j++) {
+            const lane_row k = key_row(p.k, j);
+            add_row(dq, weights_of(p, at, query, i, j, k, key_row(p.v, j)).y, k);
+        }
+        write_row(p.dq.data, query_offset(p.dq, s, i, at.head), p.d, dq, p.scale);
+        if (lane() == 0) *row_stat(p.softmax_d, s, i, at.head) = query.delta;
+    }
+#pragma unroll 1
+    for (int j = own; j < s.len_kv; j += UNIT_WARPS) {
+        const lane_row k = key_row(p.k, j), v = key_row(p.v, j);
+        lane_row dk = {}, dv = {};
+#pragma unroll 1
+        for (int i = 0; i < s.len_q; i++) {
+            const long_query query = query_at(p, at, i);
+            if (j < query.keys.begin || j >= query.keys.end) continue;
+            const float2 weights = weights_of(p, at, query, i, j, k, v);
+            add_row(dv, weights.x, query.dout);
+            add_row(dk, weights.y, query.q);
+        }
+        write_row(p.dk.data, key_offset(p, p.dk, s, j, at.head), p.d, dk, p.scale);
+        write_row(p.dv.data, key_offset(p, p.dv, s, j, at.head), p.d, dv, 1);
+    }
+}
+
 /* ---- a unit ---------------------------------------------------------------------------------------------------- */
 
 /* Loads the unit's tiles. O goes to registers. */
@@ -260,12 +326,11 @@ DEVICE void store_delta(const row_stats &rows, const fa_cuda_problem &p, const u
 
 /* Rows that only round up the size of softmax_d become zero, and so do those of no sequence. */
 DEVICE void fill_softmax_d(const fa_cuda_problem &p, const unit_place &at) {
-    if (VARLEN) {
+    if constexpr (VARLEN)
         fill_unowned_stats(p, p.softmax_d, at, p.softmax_d_rows, 0);
-        return;
-    }
-    for (int i = at.s.len_q + 2 * first_row_of_warp() + lane(); i < p.softmax_d_rows; i += 32 * UNIT_WARPS)
-        *row_stat(p.softmax_d, at.s, i, at.head) = 0;
+    else
+        for (int i = at.s.len_q + 2 * first_row_of_warp() + lane(); i < p.softmax_d_rows; i += 32 * UNIT_WARPS)
+            *row_stat(p.softmax_d, at.s, i, at.head) = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {

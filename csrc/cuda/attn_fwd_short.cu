@@ -22,6 +22,7 @@
 #include "softmax_any.cuh"
 #include "quads.cuh"
 #include "sinks.cuh"
+#include "short_longer.cuh"
 
 struct unit_memory {
     factor q[UNIT_ROWS * PITCH], k[UNIT_ROWS * PITCH], v[UNIT_ROWS * PITCH];
@@ -33,69 +34,93 @@ struct warp_rows {
     float o[1][COLUMNS][4]; /* not normalised */
 };
 
-DEVICE void clear(warp_rows &x) {
-    x.state[0][0] = x.state[0][1] = {-INF, 0};
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) x.o[0][c][0] = x.o[0][c][1] = x.o[0][c][2] = x.o[0][c][3] = 0;
-}
-
-/* Adds the tile of keys from `first` on to the rows from `row` on. q: these rows in shared memory. */
-DEVICE void add_keys(warp_rows &x, const fa_cuda_problem &p, const unit_memory &unit, const unit_place &at,
-                     const factor *q, int row, int first, bool is_masked, bool is_exact) {
+/* The products and the softmax of the rows from `row` on. */
+DEVICE void make_rows(warp_rows &x, const fa_cuda_problem &p, const unit_memory &unit, const unit_place &at, int row,
+                      bool is_masked, bool is_exact) {
     const float scale = SCORE ? 1 : p.scale; /* the exponent scales plain scores */
     float scores[1][N][4];
     u32 seen[1] = {~0u};
-    multiply_rows(scores, q, unit.k);
-    if (SCORE) change_scores(p, at.s, at.head, scores[0], row, first);
-    if (is_masked) seen[0] = mask_scores(p, at.s, scores[0], row, first);
+    x.state[0][0] = x.state[0][1] = {-INF, 0};
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) x.o[0][c][0] = x.o[0][c][1] = x.o[0][c][2] = x.o[0][c][3] = 0;
+    multiply_rows(scores, unit.q + row * PITCH, unit.k);
+    if (SCORE) change_scores(p, at.s, at.head, scores[0], row, 0);
+    if (is_masked) seen[0] = mask_scores(p, at.s, scores[0], row, 0);
     softmax_step(scores, x.o, x.state, scale * LOG2_E);
-    if (DROPOUT) drop_scores(p, at.s, at.head, scores[0], row, first);
+    if (DROPOUT) drop_scores(p, at.s, at.head, scores[0], row, 0);
     if (is_exact)
         accumulate_by_fma<false>(x.o, scores, unit.v, seen);
     else
         accumulate(x.o, scores, unit.v);
 }
 
+/* How a row ends: its lse, and the factor of its O. */
+struct row_result {
+    float lse, weight;
+    bool is_empty;
+};
+DEVICE row_result end_row(const fa_cuda_problem &p, int head, row_state state, float sum) {
+    const float scale = SCORE ? 1 : p.scale;
+    row_result r = {lse_of(state, sum, scale), p.keep_scale / sum, saw_nothing(state, sum, scale)};
+    if (p.sinks.values.data) {
+        const row_with_sink with = add_sink(r.lse, sink_of(p.sinks.values, head));
+        r.lse = with.lse, r.weight *= with.share;
+    } else if (r.is_empty) {
+        r.lse = p.empty_lse;
+    }
+    if (r.is_empty) r.weight = 0;
+    return r;
+}
+
 /* Stores O and lse of the rows from `row` on. */
 DEVICE void finish_rows(warp_rows &x, const fa_cuda_problem &p, const unit_place &at, int row) {
-    const float scale = SCORE ? 1 : p.scale;
     float weights[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row + lane() / 4 + 8 * half;
-        const row_state state = x.state[0][half];
-        const float sum = quad_sum(state.sum);
-        const bool is_empty = saw_nothing(state, sum, scale);
-        float lse = lse_of(state, sum, scale);
-        weights[half] = p.keep_scale / sum;
-        if (p.sinks.values.data) {
-            const row_with_sink with = add_sink(lse, sink_of(p.sinks.values, at.head));
-            lse = with.lse, weights[half] *= with.share;
-        } else if (is_empty) {
-            lse = p.empty_lse;
-        }
-        if (is_empty) {
-            weights[half] = 0;
+        const row_result end = end_row(p, at.head, x.state[0][half], quad_sum(x.state[0][half].sum));
+        weights[half] = end.weight;
+        if (end.is_empty)
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) x.o[0][c][2 * half] = x.o[0][c][2 * half + 1] = 0;
-        }
-        if (i < at.s.len_q && lane() % 4 == 0) *row_stat(p.lse, at.s, i, at.head) = lse;
+        if (i < at.s.len_q && lane() % 4 == 0) *row_stat(p.lse, at.s, i, at.head) = end.lse;
     }
     store_rows((const float (&)[4 * COLUMNS]) x.o[0], weights,
                (element::output *)p.o.data + query_offset(p.o, at.s, 0, at.head), p.o.stride_row, row, at.s.len_q, p.d);
 }
 
-DEVICE void load_queries(const fa_cuda_problem &p, unit_memory &unit, const unit_place &at, int top) {
-    load_own_rows(unit.q, (const factor *)p.q.data + query_offset(p.q, at.s, top, at.head), p.q.stride_row,
-                  at.s.len_q - top, p.d);
-}
-
-DEVICE void load_keys(const fa_cuda_problem &p, unit_memory &unit, const unit_place &at, int first) {
-    const int head_kv = at.head / (p.h / p.h_kv), num = at.s.len_kv - first;
-    load_own_rows(unit.k, (const factor *)p.k.data + key_offset(p, p.k, at.s, first, head_kv), p.k.stride_row, num,
-                  p.d);
-    load_own_rows(unit.v, (const factor *)p.v.data + key_offset(p, p.v, at.s, first, head_kv), p.v.stride_row, num,
-                  p.d);
+/* O and lse of the unit's head, of a sequence that is longer than max_seqlen (short_longer.cuh). */
+DEVICE void attend_long(const fa_cuda_problem &p, const unit_place &at) {
+    const sequence &s = at.s;
+    const int head_kv = at.head / (p.h / p.h_kv);
+    const float factor = (SCORE ? 1 : p.scale) * LOG2_E;
+    const scorer score(p, s, at.head);
+#pragma unroll 1
+    for (int i = first_row_of_warp() / 16; i < s.len_q; i += UNIT_WARPS) {
+        const lane_row q = read_row(p.q.data, query_offset(p.q, s, i, at.head), p.d);
+        const interval keys = {first_key_of_window(p, s, i), end_key_of_window(p, s, i)};
+        const auto score_of = [&](int j) {
+            const float qk = dot_of(q, read_row(p.k.data, key_offset(p, p.k, s, j, head_kv), p.d));
+            float unused;
+            return SCORE ? score(qk, i, j, unused) : qk;
+        };
+        row_state state = {-INF, 0};
+        lane_row o = {};
+#pragma unroll 1
+        for (int j = keys.begin; j < keys.end; j++) state.max = fmaxf(state.max, score_of(j));
+        const float found = base_of(state.max, factor), base = found == -INF ? 0 : found;
+#pragma unroll 1
+        for (int j = keys.begin; j < keys.end; j++) {
+            const float prob = ex2(__fmul_rn(score_of(j), factor) - base - IN_EXPONENT);
+            state.sum += prob;
+            const float kept = !DROPOUT || keeps_pair(p, at, i, j) ? prob : 0;
+            add_row(o, kept, read_row(p.v.data, key_offset(p, p.v, s, j, head_kv), p.d));
+        }
+        const row_result end = end_row(p, at.head, state, state.sum);
+        if (end.is_empty) o = {};
+        write_row(p.o.data, query_offset(p.o, s, i, at.head), p.d, o, end.weight);
+        if (lane() == 0) *row_stat(p.lse, s, i, at.head) = end.lse;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {
@@ -105,29 +130,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
     if (idx >= (long long)p.b * p.h) return;
     const unit_place at = unit_at(p, idx);
     const sequence &s = at.s;
-    const int own = first_row_of_warp();
+    const int head_kv = at.head / (p.h / p.h_kv), row = first_row_of_warp();
+    if (is_long(s)) {
+        attend_long(p, at);
+        fill_unowned_stats(p, p.lse, at, p.total_q, -INF);
+        return;
+    }
+    load_own_rows(unit.q, (const factor *)p.q.data + query_offset(p.q, s, 0, at.head), p.q.stride_row, s.len_q, p.d);
+    load_own_rows(unit.k, (const factor *)p.k.data + key_offset(p, p.k, s, 0, head_kv), p.k.stride_row, s.len_kv, p.d);
+    load_own_rows(unit.v, (const factor *)p.v.data + key_offset(p, p.v, s, 0, head_kv), p.v.stride_row, s.len_kv, p.d);
     fill_unowned_stats(p, p.lse, at, p.total_q, -INF);
 
-    /* One tile of queries and one of keys, unless a packed sequence is longer than max_seqlen. */
-#pragma unroll 1
-    for (int top = 0; top < (VARLEN ? s.len_q : 1); top += UNIT_ROWS) {
-        const int row = top + own;
+    const tile_walk keys = keys_of(p, s, 0, s.len_q - 1);
+    const bool hides = keys.full_begin > 0 || keys.full_end < s.len_kv, is_masked = hides || s.len_kv < UNIT_ROWS;
+    cp_async_wait_all();
+    const bool is_exact = any_in_unit(hides && own_has_nan_or_inf(unit.v));
+    if (row < s.len_q) {
         warp_rows x;
-        clear(x);
-        load_queries(p, unit, at, top);
-#pragma unroll 1
-        for (int first = 0; first < (VARLEN ? max(s.len_kv, 1) : 1); first += UNIT_ROWS) {
-            load_keys(p, unit, at, first);
-            const int last_row = (VARLEN ? min(top + UNIT_ROWS, s.len_q) : s.len_q) - 1;
-            const tile_walk keys = keys_of(p, s, top, last_row);
-            const bool hides =
-                keys.full_begin > first || keys.full_end < (VARLEN ? min(first + UNIT_ROWS, s.len_kv) : s.len_kv);
-            const bool is_masked = hides || s.len_kv < first + UNIT_ROWS;
-            cp_async_wait_all();
-            const bool is_exact = any_in_unit(hides && own_has_nan_or_inf(unit.v));
-            if (row < s.len_q) add_keys(x, p, unit, at, unit.q + own * PITCH, row, first, is_masked, is_exact);
-            if (VARLEN) meet_in_unit(); /* all have read the tiles */
-        }
-        if (row < s.len_q) finish_rows(x, p, at, row);
+        make_rows(x, p, unit, at, row, is_masked, is_exact);
+        finish_rows(x, p, at, row);
     }
 }

@@ -220,7 +220,7 @@ static bool bwd_sm80_chooses(int row, unsigned features) {
 /* ---- attn_fwd_short, attn_bwd_short ------------------------------------------------------------------------------ */
 
 /* The units of a CTA have SHORT_ROWS rows together. */
-#define SHORT_ROWS 64
+#define SHORT_ROWS     64
 #define SHORT_FEATURES (FA_VARLEN | FA_SCORE | FA_DROPOUT)
 #define SHORT_ROW(name, d, rows, ctas, shared_bytes) \
     {name "_d" #d "_q" #rows "kv" #rows, {d, rows, ctas}, SHORT_FEATURES, SHORT_ROWS * (shared_bytes)},
@@ -494,15 +494,16 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                         .num_rows = NUM_ROWS(bwd_dq_sm80_rows),
                         .chooses = bwd_sm80_chooses},
     [FA_FWD_SHORT] = {.name = "attn_fwd_short",
-                      .files = FILES("attn_fwd_short.cu", "short_units.cuh", "softmax_any.cuh", "rows_any.cuh",
-                                     "quads.cuh", "sinks.cuh", TILE_ANY_FILES),
+                      .files = FILES("attn_fwd_short.cu", "short_units.cuh", "short_longer.cuh", "softmax_any.cuh",
+                                     "rows_any.cuh", "quads.cuh", "sinks.cuh", TILE_ANY_FILES),
                       .columns = {"HEAD_DIM", "UNIT_ROWS", "CTAS"},
                       .knows = SHORT_FEATURES | FA_IN_BF16,
                       .rows = fwd_short_rows,
                       .num_rows = NUM_ROWS(fwd_short_rows),
                       .chooses = always_chooses},
     [FA_BWD_SHORT] = {.name = "attn_bwd_short",
-                      .files = FILES("attn_bwd_short.cu", "short_units.cuh", "short_longer.cuh", "dot.cuh", "quads.cuh", TILE_ANY_FILES),
+                      .files = FILES("attn_bwd_short.cu", "short_units.cuh", "short_longer.cuh", "dot.cuh", "quads.cuh",
+                                     TILE_ANY_FILES),
                       .columns = {"HEAD_DIM", "UNIT_ROWS", "CTAS"},
                       .knows = SHORT_FEATURES | FA_IN_BF16,
                       .rows = bwd_short_rows,
