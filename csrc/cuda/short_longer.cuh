@@ -1,6 +1,6 @@
-/* attn_fwd_short and attn_bwd_short, for a packed sequence that is longer than max_seqlen says and has no room in a unit.
- * Upstream's kernels take such calls, too. Here they are correct and slow: a warp takes one row or one key at a time, and
- * reads each pair's rows from memory. A lane has every 32nd column. */
+/* attn_fwd_short and attn_bwd_short, for a packed sequence that is longer than max_seqlen says and has no room in a
+ * unit. Upstream's kernels take such calls, too. Here they are correct and slow: a warp takes one row or one key at a
+ * time, and reads each pair's rows from memory. A lane has every 32nd column. */
 #ifndef FA_SHORT_LONGER_CUH
 #define FA_SHORT_LONGER_CUH
 

@@ -83,17 +83,16 @@ fa_status fa_kernel_load(fa_variant variant, const fa_gpu *gpu, CUkernel *kernel
     if (access(path, R_OK) != 0) {
         const bool has_mods = family->takes_mods && variant.features & FA_FLEX;
         if (has_mods && write_mods(name, variant.mods, err) != FA_OK) return FA_EFAILED;
-        int at =
-            snprintf(command, sizeof command,
-                     CXX " -std=c++17 -Og -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
-                         "-include cuda_emulation.h -include flex_device.h -I" CSRC_FOLDER " -I" CSRC_FOLDER "/cuda"
-                         " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d -DE4M3=%d -DOF_3=%d"
-                         " -DFLEX=%d -DSCORE=%d -DDROPOUT=%d -DCACHE=%d -DVARLEN=%d -I" BUILD_FOLDER "/%s.mods",
-                     family->files[0], parameters_of(variant), !!(variant.features & FA_IN_BF16),
-                     !!(variant.features & FA_IN_F32), !!(variant.features & FA_IN_E4M3),
-                     !!(variant.features & FA_OF_3), !!(variant.features & FA_FLEX), !!(variant.features & FA_SCORE),
-                     !!(variant.features & FA_DROPOUT), !!(variant.features & FA_CACHE),
-                     !!(variant.features & FA_VARLEN), name);
+        int at = snprintf(
+            command, sizeof command,
+            CXX " -std=c++17 -Og -shared -fPIC -fvisibility=hidden -w -ffp-contract=off "
+                "-include cuda_emulation.h -include flex_device.h -I" CSRC_FOLDER " -I" CSRC_FOLDER "/cuda"
+                " -DSOURCE='\"cuda/%s\"' -DPARAMETERS=%s -DBF16=%d -DF32=%d -DE4M3=%d -DOF_3=%d"
+                " -DFLEX=%d -DSCORE=%d -DDROPOUT=%d -DCACHE=%d -DVARLEN=%d -I" BUILD_FOLDER "/%s.mods",
+            family->files[0], parameters_of(variant), !!(variant.features & FA_IN_BF16),
+            !!(variant.features & FA_IN_F32), !!(variant.features & FA_IN_E4M3), !!(variant.features & FA_OF_3),
+            !!(variant.features & FA_FLEX), !!(variant.features & FA_SCORE), !!(variant.features & FA_DROPOUT),
+            !!(variant.features & FA_CACHE), !!(variant.features & FA_VARLEN), name);
         for (int i = 0; i < FA_MAX_COLUMNS && family->columns[i]; i++)
             at += snprintf(command + at, sizeof command - (size_t)at, " -D%s=%d", family->columns[i],
                            family->rows[variant.row].columns[i]);
