@@ -256,7 +256,7 @@ typedef struct {
     unsigned aligns;   /* tensors whose rows the kernel does not read: it runs on copies (gpu_align.h); 0: none */
     bool any_order;    /* backward on Hopper: key tiles add to dQ in any order, instead of the order of the keys */
     bool converts;     /* backward on Hopper: a separate warp makes dQ of the sums */
-    int short_rows;    /* backward on Hopper: attn_bwd_short takes sequences of up to so many queries and keys; 0: none */
+    int short_rows;    /* backward on Hopper: attn_bwd_short takes sequences of up to so many rows and keys; 0: none */
     int cluster;       /* decode: CTAs of a cluster, which share a head's keys and sums; 0: sums go through memory */
     int num_clusters;  /* decode: the most clusters of one launch */
     /* `decode` is the launch for all sequences. Packed sequences of few rows beside longer ones have a launch of their
