@@ -51,10 +51,11 @@ def variants():
         if alike and alike[1] in seen:
             continue
         seen.add(alike and alike[1])
-        if SHORT.match(kernels[0][0]) and row % 4:
+        is_short = bool(SHORT.match(kernels[0][0]))
+        if is_short and row % 4:
             continue
         others = [x for x in kernels if "_whole" not in x[0]]
-        chosen = others[i * 7 % len(others)]
+        chosen = others[(i * 7 + is_short * row // 4) % len(others)]
         cached = [x for x in kernels if x != chosen and (x[0].endswith("_causal_cache") or WHOLE.fullmatch(x[0]))]
         for name, features, arch in (chosen, *cached):
             yield name, family, row, features, arch or ARCHS[i % len(ARCHS)]
