@@ -32,7 +32,7 @@ ANY = re.compile(
     r"((?<=fwd_any_....)|_dq|_dk|_dv|_dkdv)?(_d(48|64|96|128|192|256)_q\d+kv\d+)?(_of3)?((?<=delta_any_...._of3)_flex)?"
     r"|attn_fwd_sm80_(bf16|fp16)_d(32|48|64|80|96|112|128|160|192|256)_q\d+kv\d+s\dr?(_score)?(_cache)?(_dropout)?"
     r"|attn_decode_sm80_(bf16|fp16)_d(64|96|128|192|256)_q\d+t\ds\d"
-    r"|attn_(fwd|bwd)_short_(bf16|fp16)_d(32|48|64|80|96|128|160)_q(16|32|64)kv\d\d(_score)?(_dropout)?"
+    r"|attn_(fwd|bwd)_short_(bf16|fp16)_d(32|48|64|80|96|128|160)_q(16|32|64)kv\d\d(_varlen)?(_score)?(_dropout)?"
     r"|attn_bwd_sm80_(bf16|fp16)_d(32|48|64|96|128|160|192|256)_q\d+kv\d+w\d+(g2)?(_score)?(_dropout)?"
     r"|attn_bwd_dq_sm80_(bf16|fp16)_d(32|48|64|96|128|160|192|256)_q\d+kv\d+w\d+(g2)?|flex_blocks|flex_lists"
     r"|flex_exact_sums|sinks_grad|max_logits|align"
@@ -68,7 +68,7 @@ def test_every_kernel_has_a_name_and_a_row():
         + 5 * (4 + 1)
         + 2 * 19 * 8
         + 2 * 16
-        + 2 * 2 * 21 * 4
+        + 2 * 2 * 21 * 8
         + 1
     )
     hopper = [name for name, _, _, _, arch in kernels if arch == 90 and not HELPER.fullmatch(name)]
