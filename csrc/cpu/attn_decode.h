@@ -126,31 +126,11 @@ static void add_value(decode_task *t, int64_t key) {
 
 /* ---- a task ---- */
 
-/* Packs Q into vectors, with the rows of a head side by side. */
-INLINE void pack_queries(decode_task *t, const char *const *rows, fa_dtype DTYPE) {
-    const int64_t step = LANES * WORD_ELEMS, head_words = t->rows * t->q_columns / WORD_ELEMS;
-    for (int64_t lane = 0; lane < t->num_heads * t->rows; lane++) {
-        float *q = t->q + lane / t->rows * head_words + lane % t->rows * LANES;
-        for (int64_t elem = 0; elem < t->p->d; elem += step, q += t->rows * LANES)
-            vec_store(q, load_row_words(rows[lane], elem, t->p->d, DTYPE));
-    }
-}
-
 static void open_task(decode_task *t) {
     const fa_problem *p = t->p;
     const int64_t g = p->h / p->h_kv, bytes = DTYPE_BYTES(p->dtype);
     const char *q_rows[DECODE_MAX_LANES];
-    t->lanes = round_up(t->num_heads * t->rows, LANES);
-    t->row_bytes = p->d * bytes, t->v_row_bytes = p->d_v * bytes;
-    t->k_head_bytes = p->k.stride_h * bytes, t->v_head_bytes = p->v.stride_h * bytes;
-    t->ahead = DECODE_AHEAD_BYTES / (t->row_bytes * t->num_heads) / 2 * 2;
-    if (t->ahead < 4) t->ahead = 4;
-    if (t->ahead > DECODE_MAX_AHEAD) t->ahead = DECODE_MAX_AHEAD;
-    t->again = DECODE_AGAIN_BYTES / (t->row_bytes * t->num_heads);
-    if (t->again < 1) t->again = 1;
-    if (t->again > t->ahead) t->again = t->ahead;
-    t->is_side_by_side =
-        t->k_head_bytes == t->row_bytes && t->v_head_bytes == t->row_bytes && t->v_row_bytes == t->row_bytes;
+    open_stream(t);
 
     int64_t ignored;
     fa_visible_keys(p, &t->s, t->s.len_q - 1, &t->common_first, &ignored);
@@ -166,7 +146,7 @@ static void open_task(decode_task *t) {
         if (exists && p->alibi_slopes)
             t->slope[lane] = slope_in_log2(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + head]);
     }
-    WITH_INPUT_DTYPE(p->dtype, pack_queries, t, q_rows);
+    WITH_INPUT_DTYPE(p->dtype, pack_queries, t, t->q, q_rows, p->d, t->q_columns);
     memset(t->o, 0, (size_t)(t->num_heads * t->rows * t->columns) * sizeof(float));
 }
 
@@ -174,16 +154,15 @@ static void run_split(decode_task *t, int64_t begin, int64_t end, int64_t last) 
     const fa_problem *p = t->p;
     for (int64_t block = begin; block < end; block += FA_DECODE_BLOCK) {
         int64_t n = end - block < FA_DECODE_BLOCK ? end - block : FA_DECODE_BLOCK;
-        int64_t next = last - block - n < t->ahead ? last - block - n : t->ahead;
         if (t->mods && !decode_looks(t->mods, t, block, n)) continue;
-        t->block = block, t->num_keys = n;
-        list_rows(t, &p->k, block, n, t->stream);
-        list_rows(t, &p->v, block, n, t->stream + n);
-        list_rows(t, &p->k, block + n, next, t->stream + 2 * n);
-        /* Behind its last row the stream repeats that row. */
-        for (int64_t i = 2 * n + next; i <= 2 * n + t->ahead; i++) t->stream[i] = t->stream[i - 1];
+        list_stream(t, block, n, last);
         float alpha[DECODE_MAX_LANES];
-        t->job->patches.scores(t);
+        t->job->patches.scores(t, &(decode_scores){.q = t->q,
+                                                   .d = p->d,
+                                                   .columns = t->q_columns,
+                                                   .head_bytes = t->k_head_bytes,
+                                                   .scale = t->job->scale,
+                                                   .out = t->scores});
         if (p->dtype == FA_E4M3) scale_by_heads(t);
         softmax_of_block(t, alpha);
         rescale_output(t, alpha);
@@ -285,10 +264,6 @@ static void run_combine_tasks(int64_t begin, int64_t end, void *ctx) {
     }
     vec_leave(mode);
 }
-
-/* Below this number of bytes one thread adds the partials, because a second meeting of the threads takes longer. A
- * meeting takes 3 us, and some ms while other programs keep the cores busy. */
-static const size_t combine_alone_bytes = 64 * 1024;
 
 static bool attn_decode(const fa_problem *p, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     int64_t *first_partial = workspace;

@@ -27,18 +27,18 @@ INLINE vec load_words_first(const void *p, int64_t n, fa_dtype DTYPE) {
 /* A tile of DECODE_SUMS dot products: ROWS rows of Q, a few tokens, and several heads if sums remain. A vector of Q
  * serves all tokens, and a vector of K serves all rows, so the multiply-adds bind and not the loads. k holds the
  * tokens' rows of head 0, and `ahead` the lines to prefetch. */
-INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, decode_ahead ahead, int64_t head,
-                        int64_t row, float *out, const int64_t *out_at, fa_dtype DTYPE) {
+INLINE void scores_tile(int ROWS, const decode_task *t, const decode_scores *x, const char *const *k,
+                        decode_ahead ahead, int64_t head, int64_t row, const int64_t *out_at, fa_dtype DTYPE) {
     const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS), STEP = LANES * WORD_ELEMS;
-    const int64_t d = t->p->d, q_step = t->rows * LANES, head_words = t->rows * t->q_columns / WORD_ELEMS;
+    const int64_t d = x->d, q_step = t->rows * LANES, head_words = t->rows * x->columns / WORD_ELEMS;
     const float *q[DECODE_SUMS];
     int64_t k_at[DECODE_SUMS];
     vec acc[DECODE_SUMS];
     UNROLL for (int i = 0; i < DECODE_SUMS; i++) acc[i] = vec_set(0.0f);
     UNROLL for (int h = 0; h < HEADS; h++) {
         const int64_t existing = head + h < t->num_heads ? head + h : t->num_heads - 1;
-        q[h] = t->q + existing * head_words + row * LANES;
-        k_at[h] = existing * t->k_head_bytes;
+        q[h] = x->q + existing * head_words + row * LANES;
+        k_at[h] = existing * x->head_bytes;
     }
     int64_t elem = 0, q_at = 0;
     for (; elem + STEP <= d; elem += STEP, q_at += q_step, ahead.row += HEADS * TOKENS * STEP * DTYPE_BYTES(DTYPE)) {
@@ -70,12 +70,12 @@ INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, de
     }
     float sums[DECODE_SUMS];
     UNROLL for (int i = 0; i < DECODE_SUMS; i += LANES) {
-        vec_store(sums + i, vec_mul(vec_sums(acc + i), vec_set(t->job->scale)));
+        vec_store(sums + i, vec_mul(vec_sums(acc + i), vec_set(x->scale)));
     }
     UNROLL for (int i = 0; i < TOKENS; i++) {
         UNROLL for (int h = 0; h < HEADS; h++) {
             const int64_t existing = head + h < t->num_heads ? head + h : t->num_heads - 1;
-            memcpy(out + out_at[i] + existing * t->rows + row, sums + (i * HEADS + h) * ROWS,
+            memcpy(x->out + out_at[i] + existing * t->rows + row, sums + (i * HEADS + h) * ROWS,
                    (size_t)ROWS * sizeof(float));
         }
     }
@@ -83,16 +83,16 @@ INLINE void scores_tile(int ROWS, const decode_task *t, const char *const *k, de
 
 /* S of all heads of the block. In an incomplete last tile, missing tokens and heads repeat the last existing token or
  * head. */
-INLINE void scores_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
+INLINE void scores_of_block(int ROWS, decode_task *t, const decode_scores *x, fa_dtype DTYPE) {
     const int TOKENS = DECODE_TOKENS(ROWS), HEADS = DECODE_HEADS(ROWS);
     const decode_ahead nothing = {(const char *)t->scores, 0};
-    decode_cursor cursor = cursor_at(t, t->ahead);
+    decode_cursor cursor = cursor_at(t, x->first + t->ahead);
     for (int64_t key = 0; key < t->num_keys; key += TOKENS) {
         const char *k[4];
         int64_t out_at[4];
         for (int i = 0; i < TOKENS; i++) {
             int64_t existing = key + i < t->num_keys ? key + i : t->num_keys - 1;
-            k[i] = t->stream[existing];
+            k[i] = t->stream[x->first + existing];
             out_at[i] = existing * t->lanes;
         }
         int64_t remaining = (t->num_keys - key < TOKENS ? t->num_keys - key : TOKENS) * t->num_heads;
@@ -101,7 +101,7 @@ INLINE void scores_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
             decode_ahead ahead = next_rows(t, &cursor, num_rows);
             remaining -= num_rows;
             for (int64_t row = 0; row < t->rows; row += ROWS, ahead = nothing)
-                scores_tile(ROWS, t, k, ahead, head, row, t->scores, out_at, DTYPE);
+                scores_tile(ROWS, t, x, k, ahead, head, row, out_at, DTYPE);
         }
     }
 }
@@ -114,13 +114,12 @@ INLINE bool is_common(const decode_task *t, int64_t head, int64_t key) {
     return t->common_first <= t->block + key && t->block + key < t->common_end && key < t->num_keys;
 }
 
-/* Adds num_words words of keys to ROWS rows of O, over CHUNKS LANES WORD_ELEMS columns. v holds the keys' rows, to
- * which `offset` bytes are added, and `ahead` the lines to prefetch. */
-INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *t, float *o, const char *const *v,
-                         decode_ahead ahead, int64_t offset, int64_t elem, const float *p_words, int64_t num_words,
-                         fa_dtype DTYPE) {
+/* Adds num_words words of keys to ROWS rows of O, over CHUNKS LANES WORD_ELEMS of its d columns. v holds the keys'
+ * rows, to which `offset` bytes are added, and `ahead` the lines to prefetch. */
+INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, int64_t lanes, float *o, int64_t d, int64_t columns,
+                         const char *const *v, decode_ahead ahead, int64_t offset, int64_t elem, const float *p_words,
+                         int64_t num_words, fa_dtype DTYPE) {
     const int VECS = CHUNKS * WORD_ELEMS, line = LANES * WORD_ELEMS * DTYPE_BYTES(DTYPE);
-    const int64_t columns = t->columns, lanes = t->lanes, d = t->p->d_v;
     vec acc[LANES][8];
     UNROLL for (int r = 0; r < ROWS; r++) {
         UNROLL for (int c = 0; c < VECS; c++) acc[r][c] = vec_load(o + r * columns + elem + c * LANES);
@@ -151,18 +150,19 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, const decode_task *
     }
 }
 
-/* Adds num_words words of keys to ROWS rows of O, over all columns. */
-INLINE void values_rows(int ROWS, const decode_task *t, float *o, const char *const *v, decode_ahead ahead,
-                        int64_t offset, const float *p_words, int64_t num_words, fa_dtype DTYPE) {
-    const int64_t d = t->p->d_v, chunk = LANES * WORD_ELEMS, column_bytes = num_words * WORD_ELEMS * DTYPE_BYTES(DTYPE);
+/* Adds num_words words of keys to ROWS rows of O, over all d columns. Rows of O lie `columns` apart, and words of P
+ * `lanes`. */
+INLINE void values_rows(int ROWS, int64_t lanes, float *o, int64_t d, int64_t columns, const char *const *v,
+                        decode_ahead ahead, int64_t offset, const float *p_words, int64_t num_words, fa_dtype DTYPE) {
+    const int64_t chunk = LANES * WORD_ELEMS, column_bytes = num_words * WORD_ELEMS * DTYPE_BYTES(DTYPE);
     const int CHUNKS = ROWS == 1 ? 8 / WORD_ELEMS : DECODE_SUMS / (ROWS * WORD_ELEMS);
     const char *const row = ahead.row;
     int64_t elem = 0;
     for (; elem + CHUNKS * chunk <= d; elem += CHUNKS * chunk, ahead.row = row + elem * column_bytes)
-        values_patch(ROWS, CHUNKS, false, t, o, v, ahead, offset, elem, p_words, num_words, DTYPE);
+        values_patch(ROWS, CHUNKS, false, lanes, o, d, columns, v, ahead, offset, elem, p_words, num_words, DTYPE);
     for (; elem + chunk <= d; elem += chunk, ahead.row = row + elem * column_bytes)
-        values_patch(ROWS, 1, false, t, o, v, ahead, offset, elem, p_words, num_words, DTYPE);
-    if (elem < d) values_patch(ROWS, 1, true, t, o, v, ahead, offset, elem, p_words, num_words, DTYPE);
+        values_patch(ROWS, 1, false, lanes, o, d, columns, v, ahead, offset, elem, p_words, num_words, DTYPE);
+    if (elem < d) values_patch(ROWS, 1, true, lanes, o, d, columns, v, ahead, offset, elem, p_words, num_words, DTYPE);
 }
 
 /* O of all heads of the block. A key that some row does not see is a row of zeros here. */
@@ -187,13 +187,16 @@ INLINE void values_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
             float *o = t->o + head * rows * t->columns;
             const float *p_words = t->scores + key / WORD_ELEMS * t->lanes + head * rows;
             for (int64_t row = 0; row < rows; row += ROWS, ahead = nothing)
-                values_rows(ROWS, t, o + row * t->columns, v, ahead, offset, p_words + row, tokens / WORD_ELEMS, DTYPE);
+                values_rows(ROWS, t->lanes, o + row * t->columns, t->p->d_v, t->columns, v, ahead, offset,
+                            p_words + row, tokens / WORD_ELEMS, DTYPE);
         }
     }
 }
 
-#define DECODE_PATCHES(ROWS, DTYPE)                                                          \
-    static void scores_##ROWS##_##DTYPE(decode_task *t) { scores_of_block(ROWS, t, DTYPE); } \
+#define DECODE_PATCHES(ROWS, DTYPE)                                               \
+    static void scores_##ROWS##_##DTYPE(decode_task *t, const decode_scores *x) { \
+        scores_of_block(ROWS, t, x, DTYPE);                                       \
+    }                                                                             \
     static void values_##ROWS##_##DTYPE(decode_task *t) { values_of_block(ROWS, t, DTYPE); }
 #define DECODE_DTYPE(DTYPE)                                                                                 \
     DECODE_PATCHES(1, DTYPE)                                                                                \
@@ -201,7 +204,7 @@ INLINE void values_of_block(int ROWS, decode_task *t, fa_dtype DTYPE) {
     DECODE_PATCHES(4, DTYPE)                                                                                \
     static void value_##DTYPE(const decode_task *t, float *o, const char *const *v, const float *p_words) { \
         const decode_ahead nothing = {(const char *)t->scores, 0};                                          \
-        values_rows(1, t, o, v, nothing, 0, p_words, 1, DTYPE);                                             \
+        values_rows(1, t->lanes, o, t->p->d_v, t->columns, v, nothing, 0, p_words, 1, DTYPE);               \
     }
 #define DECODE_ROWS(DTYPE)                                      \
     {                                                           \

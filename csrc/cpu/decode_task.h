@@ -21,10 +21,21 @@
 #define DECODE_AGAIN_BYTES (4 * 1024)
 
 struct decode_task;
+
+/* One product of rows of Q with the keys of the block. In the backward, dO V^T is such a product, too. */
+typedef struct {
+    const float *q; /* [heads][columns / WORD_ELEMS / LANES][rows][LANES] words */
+    int64_t d, columns;
+    int64_t first;      /* the index in the stream of the first key's row */
+    int64_t head_bytes; /* from the row of one head to that of the next */
+    float scale;
+    float *out; /* [keys][lanes] */
+} decode_scores;
+
 /* The functions that are compiled for each dtype and number of unrolled rows. */
 typedef struct {
     int unrolled_rows;
-    void (*scores)(struct decode_task *t);
+    void (*scores)(struct decode_task *t, const decode_scores *x);
     void (*values)(struct decode_task *t);
     void (*value)(const struct decode_task *t, float *o, const char *const *v, const float *p_words);
 } decode_patches;
@@ -66,9 +77,30 @@ typedef struct decode_task {
     _Alignas(64) float scores[FA_DECODE_BLOCK * DECODE_MAX_LANES]; /* [keys][lanes] */
 } decode_task;
 
+/* Below this number of bytes one thread adds the partials, because a second meeting of the threads takes longer. A
+ * meeting takes 3 us, and some ms while other programs keep the cores busy. */
+static const size_t combine_alone_bytes = 64 * 1024;
+
 static const char decode_zeros[4 * FA_MAX_HEAD_DIM_V];
 
 /* ---- the stream ---- */
+
+/* Prepares the stream of the task's heads and rows. */
+static void open_stream(decode_task *t) {
+    const fa_problem *p = t->p;
+    const int64_t bytes = DTYPE_BYTES(p->dtype);
+    t->lanes = round_up(t->num_heads * t->rows, LANES);
+    t->row_bytes = p->d * bytes, t->v_row_bytes = p->d_v * bytes;
+    t->k_head_bytes = p->k.stride_h * bytes, t->v_head_bytes = p->v.stride_h * bytes;
+    t->ahead = DECODE_AHEAD_BYTES / (t->row_bytes * t->num_heads) / 2 * 2;
+    if (t->ahead < 4) t->ahead = 4;
+    if (t->ahead > DECODE_MAX_AHEAD) t->ahead = DECODE_MAX_AHEAD;
+    t->again = DECODE_AGAIN_BYTES / (t->row_bytes * t->num_heads);
+    if (t->again < 1) t->again = 1;
+    if (t->again > t->ahead) t->again = t->ahead;
+    t->is_side_by_side =
+        t->k_head_bytes == t->row_bytes && t->v_head_bytes == t->row_bytes && t->v_row_bytes == t->row_bytes;
+}
 
 /* Lists the addresses of n rows of k or v from key `first` on. */
 static void list_rows(const decode_task *t, const fa_view *view, int64_t first, int64_t n, const char **rows) {
@@ -80,6 +112,17 @@ static void list_rows(const decode_task *t, const fa_view *view, int64_t first, 
         const char *row = (const char *)view->data + fa_key_offset(p, view, &t->s, first + j, t->head_kv) * bytes;
         for (int64_t end = j + run; j < end; j++, row += view->stride_row * bytes) rows[j] = row;
     }
+}
+
+/* Lists the stream of a block of n keys, and of the keys behind it, up to `end`. */
+static void list_stream(decode_task *t, int64_t block, int64_t n, int64_t end) {
+    const int64_t next = end - block - n < t->ahead ? end - block - n : t->ahead;
+    t->block = block, t->num_keys = n;
+    list_rows(t, &t->p->k, block, n, t->stream);
+    list_rows(t, &t->p->v, block, n, t->stream + n);
+    list_rows(t, &t->p->k, block + n, next, t->stream + 2 * n);
+    /* Behind its last row the stream repeats that row. */
+    for (int64_t i = 2 * n + next; i <= 2 * n + t->ahead; i++) t->stream[i] = t->stream[i - 1];
 }
 
 /* The position of the prefetch. `left` rows of `token` lie side by side from `row` on, and `token` is an index of the
@@ -126,6 +169,19 @@ INLINE void fetch_ahead(decode_ahead ahead, int64_t at, fa_dtype DTYPE) {
     if ((DTYPE == FA_E4M3 || DECODE_SUMS > LANES) && at % 64) return; /* loads of 8 or 16 bytes share a line */
     PREFETCH(ahead.row + at);
     if (DTYPE != FA_F16 && DTYPE != FA_E4M3) PREFETCH(ahead.row + at - ahead.back);
+}
+
+/* ---- Q ---- */
+
+/* Packs rows of d elements into vectors, with the rows of a head side by side. A NULL row reads as zeros. */
+INLINE void pack_queries(const decode_task *t, float *q, const char *const *rows, int64_t d, int64_t columns,
+                         fa_dtype DTYPE) {
+    const int64_t step = LANES * WORD_ELEMS, head_words = t->rows * columns / WORD_ELEMS;
+    for (int64_t lane = 0; lane < t->num_heads * t->rows; lane++) {
+        float *at = q + lane / t->rows * head_words + lane % t->rows * LANES;
+        for (int64_t elem = 0; elem < d; elem += step, at += t->rows * LANES)
+            vec_store(at, load_row_words(rows[lane], elem, d, DTYPE));
+    }
 }
 
 #endif
