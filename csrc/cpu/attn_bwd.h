@@ -28,23 +28,8 @@
 
 /* ---- delta ---- */
 
-INLINE float dot_rows_of(const char *x, const char *y, int64_t d, fa_dtype DTYPE) {
-    vec sum = vec_set(0.0f);
-    float lane[LANES], total = 0.0f;
-    for (int64_t elem = 0; elem < d; elem += LANES) {
-        char x_padded[4 * LANES], y_padded[4 * LANES];
-        vec x_vec = load_elems(readable(x, elem, d, LANES, x_padded, DTYPE), DTYPE);
-        sum = vec_fma(x_vec, load_elems(readable(y, elem, d, LANES, y_padded, DTYPE), DTYPE), sum);
-    }
-    vec_store(lane, sum);
-    for (int i = 0; i < LANES; i++) total += lane[i];
-    return total;
-}
-static float dot_rows(const char *x, const char *y, int64_t d, fa_dtype dtype) {
-    return WITH_DTYPE(dtype, dot_rows_of, x, y, d);
-}
-
-/* Computes delta. Every worker takes its share of the rows of every head. */
+/* Computes delta. Every worker takes its share of the rows of every head, and another share of the next head: a
+ * sequence of one row has one share that is not empty. */
 static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
     const bwd_job *job = ctx;
     const fa_problem *p = job->p;
@@ -53,21 +38,16 @@ static void bwd_delta(int64_t begin, int64_t worker_end, void *ctx) {
         for (int64_t task = 0; task < p->b * p->h; task++) {
             fa_sequence s = fa_sequence_at(p, task / p->h);
             int64_t head = task % p->h, first, end;
-            const int64_t rows_end = s.len_q * (w + 1) / job->threads, ahead = 8;
-            for (int64_t row = s.len_q * w / job->threads; row < rows_end; row++) {
+            if (fa_decodes(p, &s)) continue;
+            const int64_t share = (w + task) % job->threads;
+            const int64_t rows_end = s.len_q * (share + 1) / job->threads, ahead = 8;
+            for (int64_t row = s.len_q * share / job->threads; row < rows_end; row++) {
                 const int64_t later = row + ahead < rows_end ? row + ahead : row;
                 const char *soon[] = {bwd_query_row(p, &s, &p->dout, later, head),
                                       bwd_query_row(p, &s, &p->o, later, head)};
                 fetch_now(soon, 2, p->d_v * DTYPE_BYTES(p->dtype));
-                const char *dout = bwd_query_row(p, &s, &p->dout, row, head),
-                           *o = bwd_query_row(p, &s, &p->o, row, head);
-                float delta = 0.0f;
-                if (contributes(p, &s, row, head, &first, &end)) {
-                    delta = dot_rows(dout, o, p->d_v, p->dtype);
-                    if (fa_flex_of(p) && fa_flex_of(p)->dlse.data)
-                        delta -= *fa_row_stat(&fa_flex_of(p)->dlse, &s, row, head);
-                }
-                *fa_row_stat(&p->softmax_d, &s, row, head) = delta;
+                *fa_row_stat(&p->softmax_d, &s, row, head) =
+                    contributes(p, &s, row, head, &first, &end) ? bwd_delta_of_row(p, &s, row, head) : 0.0f;
             }
         }
     }

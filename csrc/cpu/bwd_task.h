@@ -77,14 +77,40 @@ static float *bwd_slab(const bwd_job *job, const fa_sequence *s, int64_t range, 
     return job->slabs + ((range * job->p->h_kv + head_kv) * l->slab_tiles + at) * l->tile_floats;
 }
 
-/* ---- open a tile ---- */
-
 /* Whether a row contributes to the gradients. A row that sees no key does not, and its dout may hold any value. */
 static bool contributes(const fa_problem *p, const fa_sequence *s, int64_t row, int64_t head, int64_t *first,
                         int64_t *end) {
     fa_visible_keys(p, s, row, first, end);
     return *first < *end && !fa_is_empty_row(p, *fa_row_stat(&p->lse, s, row, head));
 }
+
+/* ---- delta ---- */
+
+INLINE float dot_rows_of(const char *x, const char *y, int64_t d, fa_dtype DTYPE) {
+    vec sum = vec_set(0.0f);
+    float lane[LANES], total = 0.0f;
+    for (int64_t elem = 0; elem < d; elem += LANES) {
+        char x_padded[4 * LANES], y_padded[4 * LANES];
+        vec x_vec = load_elems(readable(x, elem, d, LANES, x_padded, DTYPE), DTYPE);
+        sum = vec_fma(x_vec, load_elems(readable(y, elem, d, LANES, y_padded, DTYPE), DTYPE), sum);
+    }
+    vec_store(lane, sum);
+    for (int i = 0; i < LANES; i++) total += lane[i];
+    return total;
+}
+static float dot_rows(const char *x, const char *y, int64_t d, fa_dtype dtype) {
+    return WITH_DTYPE(dtype, dot_rows_of, x, y, d);
+}
+
+/* delta of a row that contributes. */
+static float bwd_delta_of_row(const fa_problem *p, const fa_sequence *s, int64_t row, int64_t head) {
+    float delta =
+        dot_rows(bwd_query_row(p, s, &p->dout, row, head), bwd_query_row(p, s, &p->o, row, head), p->d_v, p->dtype);
+    if (fa_flex_of(p) && fa_flex_of(p)->dlse.data) delta -= *fa_row_stat(&fa_flex_of(p)->dlse, s, row, head);
+    return delta;
+}
+
+/* ---- open a tile ---- */
 
 static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t head_kv, int block_q, int64_t idx,
                             fa_bwd_tile *tile) {
