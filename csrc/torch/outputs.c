@@ -241,6 +241,12 @@ fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_ou
     fa_status status = FA_OK;
     outputs->num = 0;
     if (c->pass == FA_BWD) {
+        /* Most callers have just allocated the gradients. Pages that are in use stay as they are. */
+        const fa_tensor *gradients[] = {&c->dq, &c->dk, &c->dv};
+        for (int i = 0; i < 3 && p->device == FA_CPU; i++)
+            if (gradients[i]->data)
+                ask_for_huge_pages(gradients[i]->data, bytes_of(gradients[i]->ndim, gradients[i]->size,
+                                                                gradients[i]->stride, gradients[i]->dtype));
         status = make_softmax_d(c, p, outputs, err);
     } else {
         status = make_out(c, p, outputs, err);
