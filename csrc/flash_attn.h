@@ -228,8 +228,8 @@ typedef struct {
     fa_isa isa;
     int tiles_per_task;  /* query tiles that share one packed block of keys */
     int threads;         /* workers used, at most the machine's */
-    int64_t num_decodes; /* sequences of a forward with few queries: cpu/attn_decode.h takes them */
-    int decode_threads;  /* workers of the decode kernel, if there are such sequences */
+    int64_t num_decodes; /* sequences of few queries: cpu/attn_decode.h or cpu/attn_bwd_rows.h takes them */
+    int decode_threads;  /* workers of that kernel, if there are such sequences */
 } fa_cpu_plan;
 
 /* A launch of the decode kernel on a GPU. Without thread block clusters, a group of `lanes` CTAs reads neighbouring

@@ -7,6 +7,7 @@
 #include "vec_avx512.h"
 
 #include "attn_bwd.h"
+#include "attn_bwd_rows.h"
 #include "attn_decode.h"
 #include "attn_fwd.h"
 
@@ -14,6 +15,7 @@
 const fa_cpu_kernels fa_kernels_amx = {.fwd = attn_fwd,
                                        .bwd = attn_bwd,
                                        .decode = attn_decode,
+                                       .bwd_rows = attn_bwd_rows,
                                        .block_q = BLOCK_Q,
                                        .block_q_bwd = FA_MAX_BLOCK_Q_BWD,
                                        .score_buffers = SCORE_BUFFERS};

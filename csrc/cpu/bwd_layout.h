@@ -149,7 +149,8 @@ static inline size_t fa_flex_copies_bytes(const fa_problem *p, int64_t num_tasks
 }
 
 /* Writes the tasks and returns their number. A task has ranges [begin, end), and its cost is the number of visible
- * keys, summed over tiles. With tasks NULL the function only counts. */
+ * keys, summed over tiles. Sequences with fa_decodes have none. With tasks NULL the function counts as if there were no
+ * such sequence. */
 int64_t fa_bwd_tasks(const fa_problem *problem, int block_q, int block_kv, int ranges, int shares, fa_task *tasks);
 
 #endif

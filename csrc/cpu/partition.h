@@ -52,10 +52,18 @@ static inline const fa_task *fa_next_task(const fa_task_list *list) {
 #define FA_DECODE_MAX_ROWS            16
 #define FA_DECODE_MAX_ROWS_OF_MODS    64
 #define FA_DECODE_MAX_QUERIES_OF_MODS 8
+/* A backward of few rows without dropout and mods has its own kernel (attn_bwd_rows.h). With 32 rows a tile of queries
+ * is as fast. A multiple of 4, because products unroll 4 rows. */
+#define FA_BWD_MAX_ROWS 24
+static inline bool fa_has_few_rows(const fa_problem *p, const fa_sequence *s) {
+    return p->dtype != FA_F64 && p->dropout_p == 0 && !fa_flex_of(p) && p->h / p->h_kv * s->len_q <= FA_BWD_MAX_ROWS;
+}
+
 static inline int64_t fa_decode_max_rows(const fa_problem *p) {
     return fa_flex_of(p) && p->h > p->h_kv ? FA_DECODE_MAX_ROWS_OF_MODS : FA_DECODE_MAX_ROWS;
 }
 static inline bool fa_decodes(const fa_problem *p, const fa_sequence *s) {
+    if (p->pass == FA_BWD) return fa_has_few_rows(p, s);
     const fa_flex *flex = fa_flex_of(p);
     const int64_t g = p->h / p->h_kv, most_queries = flex && g > 1 ? FA_DECODE_MAX_QUERIES_OF_MODS : FA_DECODE_MAX_ROWS;
     return p->pass == FA_FWD && p->dtype != FA_F64 && p->dropout_p == 0 && !p->qv.data &&

@@ -12,7 +12,10 @@
 bool fa_cpu_run(const fa_problem *problem, const fa_plan *plan, void *workspace, const fa_pool *pool) {
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, problem->dtype);
     fa_problem p = *problem;
-    if (p.pass == FA_BWD) return kernels->bwd(&p, plan, workspace, pool);
+    if (p.pass == FA_BWD) {
+        if (plan->cpu.num_decodes > 0 && !kernels->bwd_rows(&p, plan, workspace, pool)) return false;
+        return plan->cpu.num_decodes == p.b || kernels->bwd(&p, plan, workspace, pool);
+    }
     if (p.k_new.data || p.rotary_cos) {
         if (!fa_cpu_append(problem, workspace, pool)) return false;
         if (p.rotary_cos) /* the plan put the rotated queries at the start of the workspace */

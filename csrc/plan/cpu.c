@@ -10,17 +10,22 @@
 #include "sequence.h"
 
 /* Names of kernels by instruction set. */
-#define FWD_NAME(id, name)    "attn_fwd_" #name
-#define BWD_NAME(id, name)    "attn_bwd_" #name
-#define DECODE_NAME(id, name) "attn_decode_" #name
-#define MIXED_NAME(id, name)  "attn_fwd_decode_" #name
+#define FWD_NAME(id, name)       "attn_fwd_" #name
+#define BWD_NAME(id, name)       "attn_bwd_" #name
+#define BWD_ROWS_NAME(id, name)  "attn_bwd_rows_" #name
+#define MIXED_BWD_NAME(id, name) "attn_bwd_tiles_rows_" #name
+#define DECODE_NAME(id, name)    "attn_decode_" #name
+#define MIXED_NAME(id, name)     "attn_fwd_decode_" #name
 static const char *const fwd_names[FA_NUM_ISAS] = {FA_ISAS(FWD_NAME)};
 static const char *const bwd_names[FA_NUM_ISAS] = {FA_ISAS(BWD_NAME)};
+static const char *const bwd_rows_names[FA_NUM_ISAS] = {FA_ISAS(BWD_ROWS_NAME)};
+static const char *const mixed_bwd_names[FA_NUM_ISAS] = {FA_ISAS(MIXED_BWD_NAME)};
 static const char *const decode_names[FA_NUM_ISAS] = {FA_ISAS(DECODE_NAME)};
 static const char *const mixed_names[FA_NUM_ISAS] = {FA_ISAS(MIXED_NAME)};
 
 static const char *const *names_of(const fa_plan *plan, const fa_problem *p) {
-    if (plan->pass == FA_BWD) return bwd_names;
+    if (plan->pass == FA_BWD)
+        return plan->cpu.num_decodes == 0 ? bwd_names : plan->cpu.num_decodes < p->b ? mixed_bwd_names : bwd_rows_names;
     if (plan->cpu.num_decodes == 0) return fwd_names;
     return plan->cpu.num_decodes < p->b ? mixed_names : decode_names;
 }
@@ -94,20 +99,17 @@ void fa_plan_cpu(const fa_problem *p, const fa_machine *machine, fa_plan *plan) 
         name_kernel(plan, p);
         return;
     }
-    if (p->pass == FA_BWD) {
-        fa_cpu_plan_bwd(p, machine, plan);
-    } else {
-        plan->cpu.num_decodes = fa_num_decodes(p);
-        if (plan->cpu.num_decodes > 0) fa_cpu_plan_decode(p, machine, plan);
-        /* The decode kernel and the tiled kernel run one after the other in the same workspace. Each has its own number
-         * of threads. The plan's tiles are those of the tiled kernel. */
-        if (plan->cpu.num_decodes < p->b) {
-            const size_t bytes = plan->workspace_bytes;
-            const int num_splits = plan->num_splits;
-            fa_cpu_plan_fwd(p, machine, plan);
-            plan->num_splits = num_splits;
-            if (plan->workspace_bytes < bytes) plan->workspace_bytes = bytes;
-        }
+    const bool is_bwd = p->pass == FA_BWD;
+    plan->cpu.num_decodes = fa_num_decodes(p);
+    if (plan->cpu.num_decodes > 0) (is_bwd ? fa_cpu_plan_bwd_rows : fa_cpu_plan_decode)(p, machine, plan);
+    /* The kernel for few queries and the tiled kernel run one after the other in the same workspace. Each has its own
+     * number of threads. The plan's tiles are those of the tiled kernel. */
+    if (plan->cpu.num_decodes < p->b || (is_bwd && p->b == 0)) {
+        const size_t bytes = plan->workspace_bytes;
+        const int num_splits = plan->num_splits;
+        (is_bwd ? fa_cpu_plan_bwd : fa_cpu_plan_fwd)(p, machine, plan);
+        if (!is_bwd) plan->num_splits = num_splits;
+        if (plan->workspace_bytes < bytes) plan->workspace_bytes = bytes;
     }
     name_kernel(plan, p);
 }

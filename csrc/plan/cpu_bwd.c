@@ -18,6 +18,7 @@ int64_t fa_bwd_tasks(const fa_problem *p, int block_q, int block_kv, int ranges,
     int64_t count = 0;
     for (int64_t b_idx = 0; b_idx < p->b; b_idx++) {
         fa_sequence s = fa_sequence_at(p, b_idx);
+        if (fa_decodes(p, &s)) continue;
         int64_t num_tiles = fa_num_tiles(p, &s, block_q);
         for (int share = 0; share < shares; share++) {
             const int64_t first_range = ranges * share / shares, end_range = ranges * (share + 1) / shares;

@@ -10,6 +10,6 @@
 
 /* Chooses tiles, workers and workspace for plan->cpu.isa, which is not the reference. */
 typedef void fa_cpu_planner(const fa_problem *problem, const fa_machine *machine, fa_plan *plan);
-fa_cpu_planner fa_cpu_plan_fwd, fa_cpu_plan_bwd, fa_cpu_plan_decode;
+fa_cpu_planner fa_cpu_plan_fwd, fa_cpu_plan_bwd, fa_cpu_plan_decode, fa_cpu_plan_bwd_rows;
 
 #endif

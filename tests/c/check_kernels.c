@@ -23,6 +23,7 @@
 #include "definitions.h"
 #include "naive.h"
 #include "cpu/bwd_layout.h"
+#include "cpu/decode_plan.h"
 #include "sinks.h"
 #include <time.h>
 
@@ -241,12 +242,12 @@ static int64_t keys_of_tile(const fa_problem *p, const fa_sequence *s, int block
 static void check_tasks(const fa_problem *p, int block_q, int tiles_per_task, int ranges, int shares) {
     enum { BLOCK_KV = 32 };
     const bool forward = p->pass == FA_FWD;
-    const int64_t count = forward ? fa_fwd_tasks(p, block_q, tiles_per_task, NULL)
-                                  : fa_bwd_tasks(p, block_q, BLOCK_KV, ranges, shares, NULL);
-    fa_task *tasks = guarded_alloc((size_t)count * sizeof *tasks, 64, true);
-    assert_int_equal(forward ? fa_fwd_tasks(p, block_q, tiles_per_task, tasks)
-                             : fa_bwd_tasks(p, block_q, BLOCK_KV, ranges, shares, tasks),
-                     count);
+    const int64_t most = forward ? fa_fwd_tasks(p, block_q, tiles_per_task, NULL)
+                                 : fa_bwd_tasks(p, block_q, BLOCK_KV, ranges, shares, NULL);
+    fa_task *tasks = guarded_alloc((size_t)most * sizeof *tasks, 64, true);
+    const int64_t count = forward ? fa_fwd_tasks(p, block_q, tiles_per_task, tasks)
+                                  : fa_bwd_tasks(p, block_q, BLOCK_KV, ranges, shares, tasks);
+    assert_int_equal(count, forward ? most : (p->b - fa_num_decodes(p)) * p->h_kv * shares);
     fa_sort_tasks(tasks, count);
     int64_t places = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -267,7 +268,8 @@ static void check_tasks(const fa_problem *p, int block_q, int tiles_per_task, in
             cost += keys_of_tile(p, &s, block_q, tile, begin, end);
         assert_int_equal(t->cost, cost);
     }
-    int64_t all = forward ? 0 : p->b * p->h_kv * ranges; /* with the check above, each range is in one task */
+    /* With the check above, each range is in one task. */
+    int64_t all = forward ? 0 : (p->b - fa_num_decodes(p)) * p->h_kv * ranges;
     for (int64_t b_idx = 0; forward && b_idx < p->b; b_idx++) {
         const fa_sequence s = fa_sequence_at(p, b_idx);
         all += p->h_kv * fa_num_tiles(p, &s, block_q);

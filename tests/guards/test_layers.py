@@ -19,7 +19,7 @@ ARROWS = {
     "gpu": {CONTRACT, "cuda", "flex", "plan", "system"},
     "torch": {CONTRACT, "cpu", "flex", "gpu", "plan", "system"},
 }
-MORE = {"plan/cpu.c": {"cpu"}, "plan/cpu_fwd.c": {"cpu"}, "plan/cpu_bwd.c": {"cpu"}, "plan/cpu_decode.c": {"cpu"}}
+MORE = {f"plan/{name}.c": {"cpu"} for name in ("cpu", "cpu_fwd", "cpu_bwd", "cpu_bwd_rows", "cpu_decode")}
 # Threads, elements of fp16 and bf16, and the loops of evaluators for each instruction set.
 KNOW_CPU = (
     "classify.h dense.h fast_math.h intervals.c operate.h operate_avx2.c operate_avx512.c operate_neon.c operations.h "
