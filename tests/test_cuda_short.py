@@ -88,7 +88,8 @@ def test_other_calls(call, options):
     assert "bwd_short" not in " ".join(names_of(*call, **options))
 
 
-def names_of_packed(max_q, max_k, rows=140, num=4, **options):
+def names_of_packed(max_q, max_k, num=40, rows=None, **options):
+    rows = rows or num * min(max_q, max_k)
     q = torch.empty(rows, 4, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     ends = torch.empty(num + 1, device="meta", dtype=torch.int32)
     call = flash_attn_varlen_func, q, q, q, ends, ends, max_q, max_k
@@ -103,6 +104,7 @@ def test_packed_calls():
     names = names_of_packed(64, 64)
     assert names[0].startswith("attn_fwd_sm90") and names[1:] == ["attn_bwd_short_bf16_d64_q64kv64_varlen"]
     assert "short" not in " ".join(names_of_packed(16, 65))
+    assert "short" not in " ".join(names_of_packed(16, 16, rows=641))  # some sequence must be longer
 
 
 def test_short_ones_of_many_packed_sequences():
@@ -355,7 +357,7 @@ def packed_results(q, k, v, dout, ends, most, **options):
 def test_sequences_that_are_longer_than_max_seqlen(d, options, most, short_kernels):
     """Their lengths are on the GPU, so no call can refuse them."""
     torch.manual_seed(0)
-    ends = torch.tensor([0, 7, 7, 150, 151, 216, 220], device="cuda", dtype=torch.int32)
+    ends = torch.tensor([0] * 20 + [7, 7, 150, 151, 216, 220], device="cuda", dtype=torch.int32)
     q, k, v, dout = (randn(220, 3, d) for _ in range(4))
     found = packed_results(q, k, v, dout, ends, most, **options)
     want = packed_results(q, k, v, dout, ends, 143, **options)
@@ -366,7 +368,7 @@ def test_sequences_that_are_longer_than_max_seqlen(d, options, most, short_kerne
 @on_gpu
 def test_dropout_of_longer_sequences(short_kernels):
     torch.manual_seed(0)
-    ends = torch.tensor([0, 20, 150], device="cuda", dtype=torch.int32)
+    ends = torch.tensor([0] * 8 + [20, 150], device="cuda", dtype=torch.int32)
     q, k, v, dout = (randn(150, 2, 64) for _ in range(4))
     found = []
     for most in (20, 130):
@@ -380,7 +382,8 @@ def test_dropout_of_longer_sequences(short_kernels):
 @pytest.mark.parametrize("most", (9, 20, 50))
 @pytest.mark.parametrize("num", (1, 700))
 def test_rows_of_no_sequence(num, most, short_kernels):
-    """lse is -inf there, and every other element has the same bits again, whatever memory held before."""
+    """lse is -inf there, and out is 0 on the kernels of short sequences. Every other element has the same bits again,
+    whatever memory held before."""
     torch.manual_seed(0)
     ends = torch.randint(0, most + 1, (num + 1,)).cumsum(0).sub_(3).clamp_(0).int()
     ends[0] = 0
@@ -391,6 +394,7 @@ def test_rows_of_no_sequence(num, most, short_kernels):
     def call():
         lse, *rest = packed_results(q, k, v, dout, ends, most, causal=True)
         assert (lse[:, owned:] == -torch.inf).all()
+        assert not rest[0][owned:].any()
         return lse, *(x[:owned] for x in rest)
 
     poisoned_repeats(call, 20)

@@ -123,6 +123,17 @@ DEVICE void attend_long(const fa_cuda_problem &p, const unit_place &at) {
     }
 }
 
+/* Packed rows behind the last sequence: the lse becomes -inf, and o zero if zero_tensors is set. */
+DEVICE void fill_unowned_rows(const fa_cuda_problem &p, const unit_place &at) {
+    fill_unowned_stats(p, p.lse, at, p.total_q, -INF);
+    if (!VARLEN || !p.zero_tensors || left_of_lane() >= p.d) return;
+    constexpr long long ROWS = UNIT_WARPS * STEP; /* that a unit clears at a time */
+    const int first = clamp(p.cu_seqlens_q[p.b], 0, p.total_q), own = first_row_of_warp() / 16 * STEP + top_of_lane();
+    element::output *o = (element::output *)p.o.data + at.head * p.o.stride_h + left_of_lane();
+    for (long long i = first + at.s.b_idx * ROWS + own; i < p.total_q; i += p.b * ROWS)
+        *(uint4 *)(o + i * p.o.stride_row) = make_uint4(0, 0, 0, 0);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {
     extern __shared__ __align__(16) char memory[];
     unit_memory &unit = ((unit_memory *)memory)[unit_of_warp()];
@@ -133,13 +144,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
     const int head_kv = at.head / (p.h / p.h_kv), row = first_row_of_warp();
     if (is_long(s)) {
         attend_long(p, at);
-        fill_unowned_stats(p, p.lse, at, p.total_q, -INF);
+        fill_unowned_rows(p, at);
         return;
     }
     load_own_rows(unit.q, (const factor *)p.q.data + query_offset(p.q, s, 0, at.head), p.q.stride_row, s.len_q, p.d);
     load_own_rows(unit.k, (const factor *)p.k.data + key_offset(p, p.k, s, 0, head_kv), p.k.stride_row, s.len_kv, p.d);
     load_own_rows(unit.v, (const factor *)p.v.data + key_offset(p, p.v, s, 0, head_kv), p.v.stride_row, s.len_kv, p.d);
-    fill_unowned_stats(p, p.lse, at, p.total_q, -INF);
+    fill_unowned_rows(p, at);
 
     const tile_walk keys = keys_of(p, s, 0, s.len_q - 1);
     const bool hides = keys.full_begin > 0 || keys.full_end < s.len_kv, is_masked = hides || s.len_kv < UNIT_ROWS;

@@ -18,7 +18,7 @@ static fa_cuda_launcher *const launchers[FA_NUM_FAMILIES] = {
 /* The kernels of these families fill the rows that belong to no sequence. */
 static bool fills_unowned_rows(int family) {
     return family == FA_FWD_ANY || family == FA_BWD_ANY || family == FA_DECODE_SM90 || family == FA_DECODE_SM80 ||
-           family == FA_FWD_SM80;
+           family == FA_FWD_SM80 || family == FA_FWD_SHORT;
 }
 
 static fa_status run_kernels(const fa_cuda_call *call, fa_error *err) {

@@ -35,6 +35,7 @@ static const char *why_not_short(const fa_problem *p) {
     NEEDS(p->d % 8 == 0, "it wants a head dimension that is a multiple of 8");
     NEEDS(fa_suits_16_bytes(p), FA_16_BYTES_REASON);
     NEEDS((double)p->b * (double)p->h < INT32_MAX, "the problem has more heads than 2^31");
+    NEEDS(fa_counts_in_32_bits(p, p->cu_seqlens_q != NULL), "the problem has more rows than 2^30");
     return NULL;
 }
 
@@ -43,6 +44,9 @@ static const char *plan_short(const fa_problem *p, fa_family_id id, const fa_mac
     NEEDS(row >= 0, "it is for up to 64 queries and keys, of heads of up to 160 columns");
     const char *why = why_not_short(p);
     if (why) return why;
+    /* A sequence that is longer than max_seqlen is served, but slowly. */
+    NEEDS(!p->cu_seqlens_q || (p->total_q <= p->b * p->len_q && p->total_kv <= p->b * p->len_kv),
+          "there are more rows than sequences of max_seqlen have");
     plan->gpu.family = id;
     plan->gpu.row = row;
     plan->gpu.features = fa_short_features(p);

@@ -783,6 +783,55 @@ static void test_delta_of_short(void **state) {
     guarded_free_all();
 }
 
+#if defined(CHECK_CUDA)
+/* Rows behind the last sequence: o is 0, and the lse is -inf. */
+static void test_rows_of_no_sequence(void **state) {
+    (void)state;
+    enum { LEN = 12, OWNED = 20, ROWS = 24, HEADS = 3, DIM = 40, SEQUENCES = 2 };
+    static const int32_t cu_seqlens[] = {0, LEN, OWNED};
+    fa_problem p = {.pass = FA_FWD,
+                    .device = FA_CPU,
+                    .dtype = FA_BF16,
+                    .b = SEQUENCES,
+                    .h = HEADS,
+                    .h_kv = HEADS,
+                    .d = DIM,
+                    .d_v = DIM,
+                    .len_q = LEN,
+                    .len_kv = LEN,
+                    .total_q = ROWS,
+                    .total_kv = ROWS,
+                    .cu_seqlens_q = cu_seqlens,
+                    .cu_seqlens_k = cu_seqlens,
+                    .scale = 0.125,
+                    .window_left = -1,
+                    .window_right = -1,
+                    .empty_lse = INFINITY};
+    fa_view *views[] = {&p.q, &p.k, &p.v, &p.o};
+    random_source source = {3};
+    for (int i = 0; i < 4; i++) {
+        const tensor t = tensor_make(&p, 1, ROWS, HEADS, ROWS_THEN_HEADS, true);
+        *views[i] = t.view, views[i]->stride_b = 0;
+        for (int64_t n = 0; n < t.num_elements; n++) fa_store_element(t.view.data, n, random_normal(&source), FA_BF16);
+    }
+    alloc_row_stats(&p, &p.lse, ROWS, true);
+    gpu_kernels = "any,short", num_short[FA_FWD] = 0, zero_tensors = true;
+    run_on(FA_ISA_SCALAR, 1, &p, true);
+    gpu_kernels = "any,fwd_sm80,bwd_sm80", zero_tensors = false;
+    assert_int_equal(num_short[FA_FWD], 1);
+    for (int64_t row = 0; row < ROWS; row++)
+        for (int64_t head = 0; head < HEADS; head++) {
+            const float lse = p.lse.data[head * p.lse.stride_h + row];
+            assert_true(row < OWNED ? isfinite(lse) : lse == -INFINITY);
+            for (int64_t n = 0; n < DIM; n++) {
+                const int64_t at = row * p.o.stride_row + head * p.o.stride_h + n;
+                assert_true((fa_load_element(p.o.data, at, FA_BF16) != 0) == (row < OWNED));
+            }
+        }
+    guarded_free_all();
+}
+#endif
+
 /* ---- time ---------------------------------------------------------------------------------------------------- */
 
 static double thread_seconds(void) {
@@ -985,15 +1034,27 @@ int main(int argc, char **argv) {
         cmocka_unit_test(test_nonfinite),     cmocka_unit_test(test_infinite_scores),
     };
     const struct CMUnitTest cuda_tests[] = {
-        cmocka_unit_test(test_append),       cmocka_unit_test(test_reference_s_dmask),
-        cmocka_unit_test(test_silent_rows),  cmocka_unit_test(test_absent_gradients),
-        cmocka_unit_test(test_fwd_f32),      cmocka_unit_test(test_fwd_bf16),
-        cmocka_unit_test(test_fwd_f16),      cmocka_unit_test(test_bwd_f32),
-        cmocka_unit_test(test_bwd_bf16),     cmocka_unit_test(test_bwd_f16),
-        cmocka_unit_test(test_nonfinite),    cmocka_unit_test(test_infinite_scores),
-        cmocka_unit_test(test_fwd_e4m3),     cmocka_unit_test(test_16_bytes),
-        cmocka_unit_test(test_equal_scores), cmocka_unit_test(test_whole_tiles),
-        cmocka_unit_test(test_short),        cmocka_unit_test(test_delta_of_short),
+        cmocka_unit_test(test_append),
+        cmocka_unit_test(test_reference_s_dmask),
+        cmocka_unit_test(test_silent_rows),
+        cmocka_unit_test(test_absent_gradients),
+        cmocka_unit_test(test_fwd_f32),
+        cmocka_unit_test(test_fwd_bf16),
+        cmocka_unit_test(test_fwd_f16),
+        cmocka_unit_test(test_bwd_f32),
+        cmocka_unit_test(test_bwd_bf16),
+        cmocka_unit_test(test_bwd_f16),
+        cmocka_unit_test(test_nonfinite),
+        cmocka_unit_test(test_infinite_scores),
+        cmocka_unit_test(test_fwd_e4m3),
+        cmocka_unit_test(test_16_bytes),
+        cmocka_unit_test(test_equal_scores),
+        cmocka_unit_test(test_whole_tiles),
+        cmocka_unit_test(test_short),
+        cmocka_unit_test(test_delta_of_short),
+#if defined(CHECK_CUDA)
+        cmocka_unit_test(test_rows_of_no_sequence),
+#endif
         cmocka_unit_test(test_s_dmask),
     };
     if (getenv("ONLY")) cmocka_set_test_filter(getenv("ONLY"));

@@ -145,6 +145,7 @@ typedef struct {
 } cuda_run;
 
 static fa_gpu gpu = {.capability = 80, .num_sms = 1};
+static bool zero_tensors; /* rows of o that belong to no sequence become zero */
 /* The kernels that a plan may take; NULL: all. check_cuda_decode alone runs the decode kernel. */
 static const char *gpu_kernels = "any,fwd_sm80,bwd_sm80";
 
@@ -162,11 +163,13 @@ static void cuda_run_make(cuda_run *run, const fa_problem *p, bool at_end) {
     run->problem.seed = run->problem.offset = 0;
     if (p->dropout_p > 0) run->problem.rng_state = run->rng_state;
     /* max_seqlen is less than some of the lengths, which is not known before the kernel reads them. */
-    if (is_short && p->cu_seqlens_q && (p->total_q + p->total_kv) % 3 == 0)
-        run->problem.len_q = 1 + p->len_q % 16, run->problem.len_kv = 1 + p->len_kv % 16;
+    if (is_short && p->cu_seqlens_q && (p->total_q + p->total_kv) % 3 == 0) {
+        run->problem.len_q = (p->total_q + p->b - 1) / p->b;
+        run->problem.len_kv = (p->total_kv + p->b - 1) / p->b;
+    }
     if (fa_plan_cuda(&run->problem, &machine, &run->plan, &err)) fail_msg("fa_plan_cuda: %s", err.text);
     void *workspace = guarded_alloc(run->plan.workspace_bytes, 64, at_end);
-    run->call = (fa_cuda_call){&run->problem, &run->plan, false, workspace, &gpu, &driver, NULL};
+    run->call = (fa_cuda_call){&run->problem, &run->plan, zero_tensors, workspace, &gpu, &driver, NULL};
 }
 
 /* Problems that attn_fwd_sm80 and attn_bwd_sm80 have served, and how many of these walk some heads together. Problems
