@@ -67,8 +67,6 @@ static void open_lane(bwd_rows_task *b, int64_t lane, bool writes_delta) {
         b->lse[lane] = (float)(*fa_row_stat(&p->lse, &t->s, row, head) * LOG2_E);
         b->delta[lane] = bwd_delta_of_row(p, &t->s, row, head);
         if (p->alibi_slopes) t->slope[lane] = slope_in_log2(p->alibi_slopes[t->s.b_idx * p->alibi_stride_b + head]);
-        if (*first < b->first_key) b->first_key = *first;
-        if (*end > b->end_key) b->end_key = *end;
     } else {
         *first = *end = 0;
     }
@@ -83,7 +81,6 @@ static void open_lanes(bwd_rows_task *b, bool writes_delta) {
     const fa_problem *p = t->p;
     const int64_t g = p->h / p->h_kv, num = t->num_heads * g * t->s.len_q, ahead = 8;
     t->common_first = 0, t->common_end = INT64_MAX;
-    b->first_key = INT64_MAX, b->end_key = 0;
     for (int64_t lane = 0; lane < t->lanes; lane++) {
         const bool exists = lane < t->num_heads * t->rows && lane % t->rows < t->s.len_q * g;
         b->row[lane] = exists ? lane % t->rows / g : 0;
@@ -101,6 +98,13 @@ static void open_lanes(bwd_rows_task *b, bool writes_delta) {
         fetch_now(soon + 2, 1, t->row_bytes);
         open_lane(b, lane_in_memory(b, n), writes_delta);
     }
+}
+
+/* Finds the keys of the share that some row sees. Heads do not matter, so a task of other heads has the same blocks. */
+static void find_keys_of_share(bwd_rows_task *b) {
+    const fa_sequence *s = &b->t.s;
+    b->first_key = b->end_key = 0;
+    if (s->len_q > 0) fa_rows_keys(b->t.p, s, 0, s->len_q, &b->first_key, &b->end_key);
     if (b->first_key < b->keys_begin) b->first_key = b->keys_begin;
     if (b->end_key > b->keys_end) b->end_key = b->keys_end;
     if (b->first_key >= b->end_key) b->first_key = b->end_key = b->keys_begin;
@@ -168,7 +172,7 @@ static void gradients_of_block(const bwd_rows_job *job, bwd_rows_task *b) {
     }
     /* Without a mask the bias of another row, which may be NaN, would reach padding lanes. */
     const bool is_padded = t->rows > t->s.len_q * (p->h / p->h_kv);
-    const bool is_partial = t->common_first > t->block || t->common_end < t->block + even;
+    const bool is_partial = t->common_first > t->block || t->common_end < t->block + n;
     gradient_step(&(gradient_args){.scores = t->scores,
                                    .dprob = b->scratch->dprob,
                                    .p_rows = t->scores,
@@ -187,7 +191,7 @@ static void gradients_of_block(const bwd_rows_job *job, bwd_rows_task *b) {
                                                .bias = p->bias.data ? b->scratch->bias : NULL,
                                                .first = first,
                                                .end = end,
-                                               .masked = is_partial || is_padded}});
+                                               .masked = is_partial || is_padded || even > n}});
 }
 
 /* Writes dK or dV of the block. */
@@ -287,6 +291,7 @@ static void run_rows_task(const bwd_rows_job *job, bwd_rows_task *b, int64_t b_i
                 : job->partials + job->first_partial[b_idx] + (share * p->h_kv + t->head_kv) * t->rows * t->q_columns;
     fa_bwd_rows_share(&t->s, share, &b->keys_begin, &b->keys_end);
     open_rows(b, share == 0);
+    find_keys_of_share(b);
     write_no_gradient(b, b->keys_begin, b->first_key);
     for (int64_t block = b->first_key; block < b->end_key; block += block_keys)
         run_block(job, b, block, b->end_key - block < block_keys ? b->end_key - block : block_keys);

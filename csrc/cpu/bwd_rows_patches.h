@@ -46,8 +46,10 @@ INLINE void add_queries_of(const bwd_rows_task *b, int64_t head, fa_dtype DTYPE)
         for (int64_t key = 0; key < n; key++) {
             if (!sees(b, lane + r, key)) continue;
             for (int e = 0; e < WORD_ELEMS; e++) k[e] = e == key % WORD_ELEMS ? keys[key] + offset : decode_zeros;
-            values_rows(1, lanes, dq + r * columns, d, columns, k, nothing, 0, words + key / WORD_ELEMS * lanes + r, 1,
-                        DTYPE);
+            /* Without dS of the other key of the word, which may be infinite. */
+            const uint32_t own = WORD_ELEMS == 1 ? ~UINT32_C(0) : UINT32_C(0xffff) << 16 * (key % 2);
+            const float word = fa_f32_of_bits(fa_bits_of(words[key / WORD_ELEMS * lanes + r]) & own);
+            values_rows(1, lanes, dq + r * columns, d, columns, k, nothing, 0, &word, 1, DTYPE);
         }
     }
     if (b->exact >> head & 1) return;

@@ -36,6 +36,17 @@ static size_t bytes_of(int64_t ndim, const int64_t *size, const int64_t *stride,
                                                         : 2); /* a lower bound is enough */
 }
 
+/* Most callers have just allocated the gradients. Pages that are in use stay as they are. q, k and v in one tensor have
+ * gradients that are a third of the memory around them. In sparser views most pages belong to others. */
+static void ask_for_gradient(const fa_tensor *t) {
+    enum { SPARSE = 4 };
+    int64_t elements = 1;
+    for (int64_t i = 0; i < t->ndim; i++) elements *= t->size[i];
+    const int64_t dense[] = {elements}, step[] = {1};
+    const size_t bytes = t->data ? bytes_of(t->ndim, t->size, t->stride, t->dtype) : 0;
+    if (bytes <= SPARSE * bytes_of(1, dense, step, t->dtype)) ask_for_huge_pages(t->data, bytes);
+}
+
 fa_status fa_make_output(fa_outputs *outputs, const fa_tensor *like, int64_t ndim, const int64_t *size,
                          const int64_t *stride, int32_t dtype, void **data, fa_error *err) {
     AtenTensorHandle t = NULL;
@@ -241,12 +252,8 @@ fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_ou
     fa_status status = FA_OK;
     outputs->num = 0;
     if (c->pass == FA_BWD) {
-        /* Most callers have just allocated the gradients. Pages that are in use stay as they are. */
         const fa_tensor *gradients[] = {&c->dq, &c->dk, &c->dv};
-        for (int i = 0; i < 3 && p->device == FA_CPU; i++)
-            if (gradients[i]->data)
-                ask_for_huge_pages(gradients[i]->data, bytes_of(gradients[i]->ndim, gradients[i]->size,
-                                                                gradients[i]->stride, gradients[i]->dtype));
+        for (int i = 0; i < 3 && p->device == FA_CPU; i++) ask_for_gradient(gradients[i]);
         status = make_softmax_d(c, p, outputs, err);
     } else {
         status = make_out(c, p, outputs, err);
