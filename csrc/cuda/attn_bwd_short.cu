@@ -11,7 +11,8 @@
  *
  *   load Q, K, V, dO, O | delta | wait | S = Q K^T | dP = dO V^T | P, dS | store P, dS | dQ | wait | dV | dK
  *
- * Every key head has one query head. Memory binds.
+ * Every key head has one query head. Memory binds. With VARLEN rows are packed, [row, h, d]. A packed sequence may be
+ * longer than max_seqlen said. It then takes its own way (short_longer.cuh), or is left to attn_bwd_sm90 (leaves_long).
  *
  * Pairs that do not see each other, and rows that saw no key, are left out and never multiplied by zero: beside NaN or
  * inf all products go through FMAs that skip such pairs.

@@ -8,7 +8,8 @@
  *
  *   load Q, K, V | wait | S = Q K^T | softmax | O = P V | store
  *
- * Units do not wait for each other, and other CTAs of the SM load meanwhile. Memory binds.
+ * Units do not wait for each other, and other CTAs of the SM load meanwhile. Memory binds. With VARLEN rows are packed,
+ * [row, h, d]. A packed sequence may be longer than max_seqlen said, and then takes its own way (short_longer.cuh).
  *
  * Masked pairs are left out and never multiplied by zero: a V with NaN or inf that some row does not see goes through
  * FMAs that skip masked pairs.
