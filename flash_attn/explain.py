@@ -40,6 +40,7 @@ class Plan:
     lanes: int = 0  # decode: CTAs of a group, which read neighbouring heads side by side; 0: another kernel
     groups: int = 0  # decode: number of groups; with clusters: clusters of each key head
     has_low_launch: bool = False  # packed sequences of few rows have a launch of their own, which runs first
+    short_rows: int = 0  # packed: attn_bwd_short runs before, for sequences of up to so many tokens; 0: it does not
     workspace_bytes: int = 0
     any_order: bool = False  # backward: parts of dq are added in any order, and repeats differ by rounding
     ruled_out: list[tuple[str, str]] = field(default_factory=list)  # (kernel, reason) of each kernel that was ruled out
@@ -67,6 +68,11 @@ class Plan:
                     else []
                 ),
                 *(["    launches         2, the first for sequences of few rows"] if self.has_low_launch else []),
+                *(
+                    [f"    launches         attn_bwd_short before it, for sequences of up to {self.short_rows} tokens"]
+                    if self.short_rows
+                    else []
+                ),
                 f"    workspace        {self.workspace_bytes:,} bytes",
                 *(["    dq               added in any order"] if self.any_order else []),
             ]

@@ -80,6 +80,8 @@ def test_print():
     decode = str(Plan("forward", "cuda:0", "name", lanes=8, groups=16, has_low_launch=True))
     assert "    CTAs             16 groups of 8\n    launches         2, the first" in decode
     assert "CTAs  " not in str(Plan("forward", "cuda:0", "name", lanes=8, groups=16, cluster=4))
+    backward = str(Plan("backward", "cuda:0", "name", short_rows=64))
+    assert "    launches         attn_bwd_short before it, for sequences of up to 64 tokens\n" in backward
     forward = str(Plan("forward", "cuda:0", "name", group_heads=32, is_dynamic=True))
     assert "    walked together  32 heads\n    work tiles       from a counter" in forward
     over_a_cache = str(Plan("forward", "cuda:0", "name", group_heads=32, tile_heads=4))

@@ -51,6 +51,7 @@ void fa_plan_print(const fa_plan *plan, char *text, size_t room) {
         say(&w, ", %d group%s of %d CTA%s", gpu->decode.groups, gpu->decode.groups == 1 ? "" : "s", gpu->decode.lanes,
             gpu->decode.lanes == 1 ? "" : "s");
     if (gpu->decode.lanes > 0 && gpu->decode_low.row >= 0) say(&w, ", a launch before it for sequences of few rows");
+    if (gpu->short_rows > 0) say(&w, ", attn_bwd_short before it for sequences of up to %d tokens", gpu->short_rows);
     if (gpu->any_order) say(&w, ", dq added in any order");
     for (int i = 0; i < plan->num_ruled_out; i++)
         say(&w, "; ruled out %s: %s", plan->ruled_out[i].kernel, plan->ruled_out[i].reason);

@@ -86,7 +86,7 @@ static PyObject *plan_as_dict(const note *n) {
     const fa_cpu_plan *cpu = &plan->cpu;
     const fa_gpu_plan *gpu = &plan->gpu;
     return Py_BuildValue(
-        "{s:s,s:s,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:n,s:i,s:i,s:O,s:O,s:O,s:i,s:i,s:i,s:O,s:O,s:N,s:s,s:s}", "pass",
+        "{s:s,s:s,s:s,s:s,s:i,s:i,s:i,s:i,s:i,s:n,s:i,s:i,s:O,s:O,s:O,s:i,s:i,s:i,s:O,s:i,s:O,s:N,s:s,s:s}", "pass",
         plan->pass == FA_FWD ? "fwd" : "bwd", "device", is_on_cpu ? "cpu" : "cuda", "kernel", plan->kernel, "isa",
         is_on_cpu ? fa_isa_name(cpu->isa) : "", "block_q", plan->block_q, "block_kv", plan->block_kv, "tiles_per_task",
         cpu->tiles_per_task, "threads", cpu->threads, "num_splits", plan->num_splits, "workspace_bytes",
@@ -94,8 +94,8 @@ static PyObject *plan_as_dict(const note *n) {
         gpu->gathers ? Py_True : Py_False, "aligns", gpu->aligns ? Py_True : Py_False, "is_dynamic",
         gpu->is_dynamic ? Py_True : Py_False, "cluster", gpu->cluster, "lanes", gpu->decode.lanes, "groups",
         gpu->decode.groups, "has_low_launch", gpu->decode.lanes > 0 && gpu->decode_low.row >= 0 ? Py_True : Py_False,
-        "any_order", gpu->any_order ? Py_True : Py_False, "ruled_out", ruled_out, "text", text, "refusal",
-        *plan->kernel ? "" : n->reason);
+        "short_rows", gpu->short_rows, "any_order", gpu->any_order ? Py_True : Py_False, "ruled_out", ruled_out, "text",
+        text, "refusal", *plan->kernel ? "" : n->reason);
 }
 
 static PyObject *take_plans(PyObject *self, PyObject *unused) {
