@@ -254,9 +254,11 @@ static void kernel(const params &p) {
     if (cluster_rank() == 0) {
         const int num_kv_tiles = VARLEN ? count_packed_tiles(p) : p.num_kv_tiles;
         const int num_tiles = VARLEN ? num_kv_tiles * p.h_kv * (CUTS_HEADS ? p.pieces : 1) : p.num_tiles;
+        tile before = {}; /* the search for a packed sequence goes on from here, or begins again */
         for (int idx = 0; idx < num_tiles; idx++) {
-            const tile t = tile_at(p, idx, num_kv_tiles);
+            const tile t = tile_at(p, idx, num_kv_tiles, before);
             if (threadIdx.x == 0) check_tile(p, t, idx);
+            if (idx % 3) before = t;
         }
         if (threadIdx.x == 0 && CTAS > 1)
             wanted += 4 * (num_tiles + 1); /* the numbers of the tiles, and the end mark */

@@ -200,7 +200,7 @@ static void check_step(const tile &t, int entry, int head) {
 static int found[MOST_BATCHES][MOST_HEADS][MOST_TILES], turns[MOST_BATCHES][MOST_HEADS][MOST_TILES];
 
 static void check_tile(int idx) {
-    const tile t = tile_at(p, idx, p.num_kv_tiles);
+    const tile t = tile_at(p, idx, p.num_kv_tiles, tile{});
     EXPECT(0 <= t.b_idx && t.b_idx < p.b && 0 <= t.head_kv && t.head_kv < p.h_kv);
     EXPECT(0 <= t.kv_tile && t.kv_tile < kv_tiles && 0 <= t.piece && t.piece < t.pieces && t.pieces == p.pieces);
     EXPECT(t.first_head == t.head_kv * heads_of_key + t.piece * p.heads_per_tile);

@@ -29,7 +29,7 @@ def sdist(source, tmp_path_factory):
 
 def test_wheel_is_small_and_serves_every_python(wheel):
     assert wheel.name.startswith("flash_attn_3-3.0.0-cp39-abi3-")
-    assert wheel.stat().st_size < 1.2e6
+    assert wheel.stat().st_size < 1.3e6
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "flash_attn_3/_C.abi3.so" in names
     expected = {name[len("hopper/") :] for name in tracked_files() if name.startswith("hopper/flash_attn")}
