@@ -83,7 +83,7 @@ YARDSTICK = "".join(
 
 
 def test_extension_builds_in_seconds(source, tmp_path):
-    """The README promises half a minute on two cores, of which the extension has 20 s. Processor time excludes waiting
+    """The README promises half a minute on two cores, of which the extension has 24 s. Processor time excludes waiting
     for other programs. A slow or shared core has more time: as much more as it takes to compile a fixed text, which
     takes 1 s where the promise was made.
     An object that another test has compiled counts with the seconds of that compilation."""
@@ -95,7 +95,7 @@ def test_extension_builds_in_seconds(source, tmp_path):
     environment = {**os.environ, **CLEAN, **cached_build(), "CACHED_CC_LOG": str(log)}
     seconds = processor_seconds(*command, cwd=source, env=environment) + saved_seconds(log)
     slow = max(1, slow, processor_seconds(*yardstick))
-    assert seconds < 2 * 20 * slow, f"{seconds:.1f} s, where the fixed text takes {slow:.2f} s"
+    assert seconds < 2 * 24 * slow, f"{seconds:.1f} s, where the fixed text takes {slow:.2f} s"
     assert (tmp_path / "flash_attn_2_cuda.abi3.so").exists()
 
 
