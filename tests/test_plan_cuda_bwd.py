@@ -208,6 +208,13 @@ def test_what_the_backward_before_hopper_does_not_serve(plan, numbers, words):
     )
 
 
+@pytest.mark.parametrize("direction", (0, 1))
+def test_the_kernels_of_short_sequences_count_rows_up_to_2_30(plan, direction):
+    sizes = {"pass": direction, "h": 1, "h_kv": 1, "packed": 1, "len_q": 16, "len_kv": 16}
+    assert plan(**sizes, b=2**26 - 1).startswith(f"attn_{'bwd' if direction else 'fwd'}_short")
+    assert "_short: the problem has more rows than 2^30" in plan(**sizes, b=2**27)
+
+
 def test_the_backward_before_hopper_serves_masks_scores_and_dropout(plan):
     for options, name in (
         ({"left": 5, "right": 9, "packed": 1}, ""),
