@@ -73,13 +73,14 @@ template <class T> DEVICE void flex_ask_for(long long address, int place) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"((const T *)address + place));
 }
 
-/* fp16 has no wider type among integers, so its bits move to those of fp32. A denormal is a small integer. */
+/* One instruction, exact for denormals, too. The same by its bits would take ten. */
+#ifdef __CUDACC__
 DEVICE float flex_from_f16(unsigned short bits) {
-    const unsigned sign = (unsigned)(bits & 0x8000) << 16, exponent = bits & 0x7c00, digits = bits & 0x03ff;
-    if (exponent == 0) return __uint_as_float(__float_as_uint((float)digits * 0x1p-24f) | sign);
-    const unsigned wide = exponent == 0x7c00 ? 0x7f800000 : (exponent << 13) + (112u << 23);
-    return __uint_as_float(sign | wide | digits << 13);
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
 }
+#endif
 DEVICE float flex_from_bf16(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
 
 /* Which pairs of a batch and head add to one element of a capture's gradient (csrc/flex/scatters.h). */

@@ -34,6 +34,13 @@ static inline double __longlong_as_double(long long bits) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
+/* The digits of fp16 move to those of fp32. A denormal is a small integer. */
+static inline float flex_from_f16(unsigned short bits) {
+    const unsigned sign = (unsigned)(bits & 0x8000) << 16, exponent = bits & 0x7c00, digits = bits & 0x03ff;
+    if (exponent == 0) return __uint_as_float(__float_as_uint((float)digits * 0x1p-24f) | sign);
+    const unsigned wide = exponent == 0x7c00 ? 0x7f800000 : (exponent << 13) + (112u << 23);
+    return __uint_as_float(sign | wide | digits << 13);
+}
 static inline double __dmul_rn(double x, double y) { return x * y; }
 static inline float __fsqrt_rn(float x) { return sqrtf(x); }
 template <class T> static inline T __ldg(const T *x) { return *x; }
