@@ -243,7 +243,9 @@ struct consumer : consumer_base {
             if (!FLEX && walk.is_partial(place))
                 mask_scores(S, p, tile_of(THIS_TILE).len_kv, j * BLOCK_KV + column, diagonal);
             raise_max(S, softmax, alpha, scale_log2, false);
-            if (__any_sync(0xffffffffu, softmax.max[0] == -INF || softmax.max[1] == -INF)) walk.lacks_max_after(place);
+            bool lacks_max = softmax.max[0] == -INF || softmax.max[1] == -INF;
+            if constexpr (SCORES_JUMP) lacks_max |= may_jump(S, softmax, scale_log2);
+            if (__any_sync(0xffffffffu, lacks_max)) walk.lacks_max_after(place);
             if (!IS_FIRST && PV_FIRST) rescale_o(alpha);
         }
 

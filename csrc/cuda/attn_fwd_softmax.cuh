@@ -14,6 +14,13 @@ constexpr int S_REGS = BLOCK_KV / 2, O_REGS = D_V / 2, P_REGS = BLOCK_KV * eleme
 DEVICE constexpr int row_of(int i) { return i / 2 % 2; }
 DEVICE constexpr int column_of(int i) { return 8 * (i / 4) + i % 2; }
 
+/* Scores are more than products of Q and K, so they may jump from one key tile to the next. */
+#if FLEX
+constexpr bool SCORES_JUMP = FLEX_SCORE;
+#else
+constexpr bool SCORES_JUMP = SCORE && element::BYTES == 2;
+#endif
+
 /* The online softmax of two rows. m is the row maximum that P is measured from. */
 struct online_softmax {
     float max[2];      /* m; -inf while the row has seen no score above -inf */
@@ -226,7 +233,8 @@ DEVICE void keep_highest(const float (&S)[S_REGS], online_softmax &softmax) {
 DEVICE void raise_max_of_row(online_softmax &softmax, float (&alpha)[2], int r, float largest, float scale_log2,
                              bool is_exact) {
     const float old = softmax.max[r], old_log2 = softmax.max_log2[r];
-    const float x = max_of_quad(largest), x_log2 = x * scale_log2 + element::HEADROOM;
+    float x = max_of_quad(largest), x_log2 = x * scale_log2 + element::HEADROOM;
+    if constexpr (SCORES_JUMP) x = x_log2 == -INF ? -INF : x; /* as make_infinite */
     softmax.max[r] = fmaxf(old, x);
     softmax.max_log2[r] = softmax.max[r] == -INF ? 0 : old == -INF ? x_log2 : fmaxf(old_log2, x_log2);
     const float change = is_exact ? (old - softmax.max[r]) * scale_log2 : old_log2 - softmax.max_log2[r];
@@ -242,6 +250,20 @@ DEVICE void raise_max(const float (&S)[S_REGS], online_softmax &softmax, float (
         for (int i = 2 * r; i < S_REGS; i += 4) even = fmaxf(even, S[i]), odd = fmaxf(odd, S[i + 1]);
         raise_max_of_row(softmax, alpha, r, fmaxf(even, odd), scale_log2, is_exact);
     }
+}
+
+/* Says whether later scores may lie so far above m that P is no float. Two kinds of scores are known to rise like that,
+ * and both show in the key tile that m comes from. Masks that add a large negative number give a negative m. Slopes of
+ * the distance show between the first and the last key. The next step then takes its row maximum, too. Otherwise the
+ * work tile fails, and its repetition takes 50 times as long. */
+DEVICE bool may_jump(const float (&S)[S_REGS], const online_softmax &softmax, float scale_log2) {
+    bool jumps = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float change = fabsf(S[2 * r] - S[S_REGS - 4 + 2 * r]) * scale_log2;
+        jumps |= softmax.max_log2[r] < -64 || (change > 64 && change < INF);
+    }
+    return jumps;
 }
 
 /* A P above this limit, or four P that exceed it together, weighs in its row. It also exceeds the P of m's own key.

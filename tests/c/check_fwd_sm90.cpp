@@ -12,6 +12,7 @@
 #include "hopper_emulation.h"
 
 #include <algorithm>
+#include <cfloat>
 
 #include "cuda/attn_fwd_sm90.cu"
 
@@ -33,6 +34,8 @@ enum values {
     NANS,         /* In V. Rows that do not see the key must not take the NaN. */
     INFINITIES,   /* in V */
     EMPTY_BLOCKS, /* No query sees a key. */
+    ADDED_MASKS,  /* The mod adds large negative numbers to most scores. No work tile fails. */
+    STEEP_SLOPES, /* The mod's scores fall steeply with the distance. No work tile fails. */
 };
 struct problem {
     const char *name;
@@ -45,6 +48,8 @@ struct problem {
      * the longest sequence, heads of a work tile, and parts. */
     int page, more, tile_heads, parts;
 };
+
+extern unsigned char smem_bytes[];
 
 static void draw_values(const problem &x, tensor &q, tensor &k, tensor &v) {
     for (tensor *t : {&q, &k}) {
@@ -335,7 +340,12 @@ static void check(const problem &given) {
     if (parts > 1) p.cache.part_o = part_o.data(), p.cache.part_rows = total_q * x.h, p.empty_lse = -INFINITY;
 #endif
     const emulated_shape shape = {(unsigned)x.ctas, 1, 1, 1, THREADS, 1024 + (unsigned)sizeof(shared_memory)};
+#if FLEX
+    added_scores = x.kind == ADDED_MASKS ? OF_MASKS : x.kind == STEEP_SLOPES ? OF_SLOPES : OF_PLACES;
+#endif
     emulate_launch(run_kernel, &p, &shape);
+    if (x.kind == ADDED_MASKS || x.kind == STEEP_SLOPES)
+        for (int failures : ((shared_memory *)smem_bytes)->num_failed) EXPECT(failures == 0);
     EXPECT(copies.empty());
     EXPECT(tile_counters[3] == 0);
     for (size_t i = 0; i < lse.size(); i++)
@@ -355,6 +365,7 @@ static void check(const problem &given) {
                 const int head_kv = head / group, row = cu_q[n] + i, place = (n * x.h + head) * len_q + i;
                 std::vector<double> scores;
                 std::vector<int> keys;
+                [[maybe_unused]] double highest = -INFINITY;
                 for (int j = seen.begin; j < seen.end; j++) {
 #if FLEX
                     const int q_idx = i + flex.first_query(p, n);
@@ -363,6 +374,10 @@ static void check(const problem &given) {
                     double s = scale * dot(all_q.row(row, head), all_k.row(row_of_key(n, j), head_kv), x.d);
 #if FLEX_SCORE
                     s = flex_score(p.values, (float)s, n, head, q_idx, j);
+                    if (s * LOG2_E < -FLT_MAX) { /* counts for the largest score alone */
+                        highest = fmax(highest, s);
+                        continue;
+                    }
 #endif
                     scores.push_back(s), keys.push_back(row_of_key(n, j));
                 }
@@ -372,7 +387,7 @@ static void check(const problem &given) {
 #endif
                 const row_of_o right = row_of(scores, keys, all_v, head_kv, sink, p.empty_lse);
 #if FLEX && !CACHE
-                all.add_largest(right.largest, flex.largest[(size_t)place]);
+                all.add_largest(fmax(highest, right.largest), flex.largest[(size_t)place]);
 #endif
                 const double lse_of_row = wants_lse ? p.lse[VARLEN ? head * total_q + row : place] : right.lse;
                 all.add(right, o, row, head, lse_of_row);
@@ -430,6 +445,8 @@ static const problem PROBLEMS[] = {
 #if FLEX
     {"empty blocks", {260}, {300}, 2, 2, D_QK, D_V, 1, true, true, EMPTY_BLOCKS},
     {"long lists", {520}, {700}, 4, 2, D_QK, D_V, 2, true, false, NORMAL},
+    {"added masks", {520}, {700}, 4, 2, D_QK, D_V, 1, true, false, ADDED_MASKS},
+    {"steep slopes", {700}, {700}, 4, 2, D_QK, D_V, 1, true, false, STEEP_SLOPES},
 #else
     {"260 x 0", {260}, {0}, 2, 2, D_QK, D_V, 1, true, true, NORMAL},
 #endif
