@@ -16,7 +16,8 @@ result. It is that of 64 queries of each head of the first sequence. Writes mask
 prints the table.
 
 --short times thousands of short sequences without a mask, and FA2, too. "before" is our call without the kernels of
-short sequences, and "copy" copies as many bytes as q, k, v and out have. Writes short_<device>.csv.
+short sequences, and "copy" copies as many bytes as q, k, v and out have. Writes short_<device>.csv. With --masks it
+times these sequences with masks, and with biases that want their gradients. Writes short_masks_<device>.csv.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from _gpu import by_kernels, flusher, in_turns, machine, ready
 from _results import add_out, command, need_gpu, save
-from cases import BENCH_MASKS, BENCH_SHORT
+from cases import BENCH_MASKS, BENCH_SHORT, BENCH_SHORT_MASKS
 from tables import print_tables
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -70,11 +71,15 @@ def peer(backend):
     return call
 
 
+def is_learned(mask):
+    return mask is not None and mask.requires_grad
+
+
 def calls_of(function, tensors, mask, dout):
     """{pass: call}, and out."""
     with torch.no_grad():
         out = function(*tensors, mask)
-    recorded = function(*tensors, mask)
+    recorded, leaves = function(*tensors, mask), [*tensors, mask] if is_learned(mask) else tensors
 
     def forward():
         with torch.no_grad():
@@ -82,7 +87,7 @@ def calls_of(function, tensors, mask, dout):
 
     return {
         "forward": forward,
-        "backward": lambda: torch.autograd.grad(recorded, tensors, dout, retain_graph=True),
+        "backward": lambda: torch.autograd.grad(recorded, leaves, dout, retain_graph=True),
     }, out
 
 
@@ -92,7 +97,7 @@ def error_of(out, tensors, mask):
     scores = q[:, :, rows] @ k.mT * q.shape[-1] ** -0.5
     if mask is not None:
         part = mask[:1] if mask.shape[2] == 1 else mask[:1, :, rows]
-        scores = scores.masked_fill(~part, -torch.inf) if mask.dtype == torch.bool else scores + part.double()
+        scores = scores.masked_fill(~part, -torch.inf) if mask.dtype == torch.bool else scores + part.detach().double()
     want = scores.softmax(-1) @ v
     return ((out[:1, :, rows] - want).norm() / want.norm()).item()
 
@@ -111,11 +116,14 @@ def before(call):
 def run(options):
     flush, rng = flusher(), random.Random(0)
     peers = BESIDE_SHORT if options.short else PEERS
-    for case in BENCH_SHORT if options.short else BENCH_MASKS:
-        for name in ["none"] if options.short else options.masks:
+    short = BENCH_SHORT_MASKS if options.masks else BENCH_SHORT
+    for case in short if options.short else BENCH_MASKS:
+        for name in options.masks or (["none"] if options.short else MASKS):
             mask, shape = mask_of(name, case), (case.b, case.len_q, case.h, case.d)
             tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)]
             *tensors, dout = tensors
+            if options.short and name.startswith("bias"):
+                mask.requires_grad_()
             tensors = [x.requires_grad_() for x in tensors]
             made, calls = {}, {}
             for kernel, function in {"ours": ours, **{name: peer(x) for name, x in peers.items()}}.items():
@@ -150,11 +158,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a problem together")
     parser.add_argument("--short", action="store_true", help="thousands of short sequences")
-    parser.add_argument("--masks", nargs="+", choices=MASKS, default=MASKS)
+    parser.add_argument("--masks", nargs="+", choices=MASKS)
     add_out(parser)
     options = parser.parse_args()
     need_gpu()
-    path = options.out / f"{'short' if options.short else 'masks'}_{machine()['device']}.csv"
+    kind = "masks" if not options.short else "short_masks" if options.masks else "short"
+    path = options.out / f"{kind}_{machine()['device']}.csv"
     for rows in run(options):
         save(rows, path, COLUMNS, ("device", *PROBLEM))
     print_tables(options.out, machine()["device"])

@@ -352,7 +352,11 @@ def _of_many(rows, name, columns, words):
         found.setdefault(case, {})[row["kernel"], row["pass"]] = f"{1e3 * float(row['ms']):.0f}"
     kernels = [x for x in dict.fromkeys(row["kernel"] for row in rows) if x != "copy"]
     body = [
-        [case, us["copy", "forward"], *(", ".join(us[kernel, step] for step in PASSES) for kernel in kernels)]
+        [
+            case,
+            us["copy", "forward"],
+            *(", ".join(us[kernel, step] for step in PASSES if (kernel, step) in us) for kernel in kernels),
+        ]
         for case, us in found.items()
     ]
     text = "Microseconds in turns, forward and backward. Copy: as many bytes as q, k, v and out have. "
@@ -522,6 +526,11 @@ TABLES = {
     "few queries": few_queries,
     "masks": masks,
     "short": of_many("short_NVIDIA_H200.csv", ("b", "h", "length", "d"), "{} x {} heads, {} tokens, {}"),
+    "short masks": of_many(
+        "short_masks_NVIDIA_H200.csv",
+        ("b", "h", "length", "d", "mask"),
+        "{} x {} heads, {} tokens, {}, {}",
+    ),
     "many packed": of_many(
         "packed_NVIDIA_H200.csv",
         ("b", "h", "lengths", "mean", "d"),

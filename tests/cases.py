@@ -259,6 +259,18 @@ BENCH_SHORT = [
     )
 ]
 
+# bench_masks.py --short --masks.
+BENCH_SHORT_MASKS = [
+    Case(length, length, b=b, h=h, d=d, dtype="bf16")
+    for b, h, length, d in (
+        (4096, 8, 16, 64),
+        (2048, 16, 32, 64),
+        (2048, 12, 49, 32),
+        (1024, 16, 64, 64),
+        (512, 16, 64, 128),
+    )
+]
+
 # bench_packed.py: thousands of packed sequences. Lengths (bench_packed.lengths_of), sequences, heads, columns.
 BENCH_PACKED = [
     ("1 to 16", 8000, 8, 64),

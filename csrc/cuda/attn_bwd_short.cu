@@ -23,11 +23,13 @@
 #endif
 
 #include "short_units.cuh"
+#include "short_mods.cuh"
 #include "dot.cuh"
 #include "quads.cuh"
 #include "short_longer.cuh"
 
-constexpr int WEIGHTS_PITCH = UNIT_ROWS + 8; /* like PITCH */
+constexpr int MIN_CTAS = FLEX && CTAS > 2 ? CTAS - 1 : CTAS; /* functions and their sums need registers */
+constexpr int WEIGHTS_PITCH = UNIT_ROWS + 8;                 /* like PITCH */
 
 struct unit_memory {
     factor q[UNIT_ROWS * PITCH], k[UNIT_ROWS * PITCH], v[UNIT_ROWS * PITCH], dout[UNIT_ROWS * PITCH];
@@ -68,11 +70,12 @@ DEVICE float2 own_delta(const uint4 (&o)[OWN_PIECES], const factor *dout) {
 
 /* ---- weights --------------------------------------------------------------------------------------------------- */
 
-/* The lse in powers of 2, and the delta, of the lane's two rows. An lse of inf means that the row saw no key, or does
- * not exist. */
+/* The lse and the delta of the lane's two rows. The lse is that of powers of 2, but beside functions that change
+ * scores. An lse of inf means that the row saw no key, or does not exist. */
 struct row_stats {
     float lse[2], delta[2];
 };
+constexpr float LSE_UNIT = MODS_CHANGE_SCORES ? 1 : LOG2_E;
 
 /* The keys that a row sees: [begin, end). */
 DEVICE interval keys_of_row(const fa_cuda_problem &p, const sequence &s, int i, float lse) {
@@ -126,6 +129,29 @@ DEVICE void make_weights(const fa_cuda_problem &p, const sequence &s, int head, 
             }
     }
 }
+
+#if FLEX
+/* The same with the user's functions. Pairs that do not count have weights of 0. Returns a bit for each that counts. */
+DEVICE u32 make_flex_weights(const fa_cuda_problem &p, const row_stats &rows, pair_values &pairs, capture_sums &sums,
+                             float (&x)[N][4], float (&dp)[N][4]) {
+    u32 seen = 0;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int half = e / 2;
+            const float score = pairs.score(x[n][e], n, e);
+            const bool sees = pairs.sees(n, e) && rows.lse[half] != INF;
+            const float y =
+                MODS_CHANGE_SCORES ? (score - rows.lse[half]) * LOG2_E : fmaf(score, p.scale * LOG2_E, -rows.lse[half]);
+            const float prob = sees ? ex2(y) : 0, grad = prob * (dp[n][e] - rows.delta[half]);
+            const float change = derivative_of(pairs, sums, __fmul_rn(x[n][e], p.scale), grad, sees, n, e);
+            seen |= (u32)sees << (4 * n + e);
+            x[n][e] = prob, dp[n][e] = sees ? change : 0;
+        }
+    return seen;
+}
+#endif
 
 /* Stores weights of the warp's rows. MARKS: pairs that do not see each other are marked. */
 template <bool MARKS> DEVICE void store_weights(factor *weights, const float (&x)[N][4], u32 seen) {
@@ -304,15 +330,21 @@ DEVICE bool read_lse(row_stats &rows, const fa_cuda_problem &p, const unit_place
         const int i = row + lane() / 4 + 8 * half;
         const float lse = i < s.len_q ? *row_stat(p.lse, s, i, at.head) : INF;
         const bool saw_a_key = fabsf(lse) != INF && first_key_of_window(p, s, i) < end_key_of_window(p, s, i);
-        rows.lse[half] = saw_a_key ? lse * LOG2_E : INF;
+        rows.lse[half] = saw_a_key ? lse * LSE_UNIT : INF;
         is_silent |= i < s.len_q && !saw_a_key;
     }
     return is_silent;
 }
 
-/* Computes delta of the warp's rows, whose dO has come. */
-DEVICE void find_delta(row_stats &rows, const unit_memory &unit, const uint4 (&o)[OWN_PIECES]) {
-    const float2 delta = own_delta(o, unit.dout);
+/* Computes delta of the warp's rows from `row` on, whose dO has come. The lse may have a gradient, too. */
+DEVICE void find_delta(row_stats &rows, const problem &p, const unit_memory &unit, const unit_place &at, int row,
+                       const uint4 (&o)[OWN_PIECES]) {
+    float2 delta = own_delta(o, unit.dout);
+#if FLEX
+    const int i = row + lane() / 4;
+    if (p.flex.dlse.data && i < at.s.len_q) delta.x -= *row_stat(p.flex.dlse, at.s, i, at.head);
+    if (p.flex.dlse.data && i + 8 < at.s.len_q) delta.y -= *row_stat(p.flex.dlse, at.s, i + 8, at.head);
+#endif
     rows.delta[0] = rows.lse[0] == INF ? 0 : delta.x, rows.delta[1] = rows.lse[1] == INF ? 0 : delta.y;
 }
 
@@ -334,43 +366,38 @@ DEVICE void fill_softmax_d(const fa_cuda_problem &p, const unit_place &at) {
             *row_stat(p.softmax_d, at.s, i, at.head) = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {
-    extern __shared__ __align__(16) char memory[];
-    unit_memory &unit = ((unit_memory *)memory)[unit_of_warp()];
-    const long long idx = (long long)blockIdx.x * UNITS + unit_of_warp();
-    if (idx >= (long long)p.b * p.h) return;
-    const unit_place at = unit_at(p, idx);
+/* The gradients of a unit's sequence and head. */
+DEVICE void make_gradients(const problem &p, unit_memory &unit, const unit_place &at, capture_sums &sums) {
     const sequence &s = at.s;
     const int row = first_row_of_warp();
-    if (is_long(s)) {
-        if (p.leaves_long) return;
-        make_long_gradients(p, at);
-        fill_softmax_d(p, at);
-        return;
-    }
     uint4 o[OWN_PIECES];
     row_stats rows;
     load_unit(p, unit, at, o);
     const bool is_silent = read_lse(rows, p, at, row);
+    pair_values pairs(p, at, row);
 
     const tile_walk keys = keys_of(p, s, 0, s.len_q - 1);
-    const bool hides = any_in_unit(is_silent) || keys.full_begin > 0 || keys.full_end < s.len_kv;
+    const bool hides = FLEX || any_in_unit(is_silent) || keys.full_begin > 0 || keys.full_end < s.len_kv;
     const bool is_masked = hides || s.len_q < UNIT_ROWS || s.len_kv < UNIT_ROWS;
     cp_async_wait_all();
-    find_delta(rows, unit, o);
+    find_delta(rows, p, unit, at, row, o);
     const bool is_exact = any_in_unit(hides && (own_has_nan_or_inf(unit.q) || own_has_nan_or_inf(unit.k) ||
                                                 own_has_nan_or_inf(unit.v) || own_has_nan_or_inf(unit.dout)));
     if (row < s.len_q) {
         float x[1][N][4], dp[1][N][4];
         multiply_rows(x, unit.q + row * PITCH, unit.k);
         multiply_rows(dp, unit.dout + row * PITCH, unit.v);
+        u32 seen[1];
+#if FLEX
+        seen[0] = make_flex_weights(p, rows, pairs, sums, x[0], dp[0]);
+#else
         if (is_masked)
             make_weights<true>(p, s, at.head, row, rows, x[0], dp[0]);
         else
             make_weights<false>(p, s, at.head, row, rows, x[0], dp[0]);
-        u32 seen[1];
+#endif
         if (is_exact) {
-            seen[0] = seen_pairs(p, s, row, rows);
+            if (!FLEX) seen[0] = seen_pairs(p, s, row, rows);
             store_weights<true>(unit.p, x[0], seen[0]), store_weights<true>(unit.ds, dp[0], seen[0]);
         } else {
             store_weights<false>(unit.p, x[0], 0), store_weights<false>(unit.ds, dp[0], 0);
@@ -392,4 +419,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
     fill_softmax_d(p, at);
     meet_in_unit();
     if (row < s.len_kv) make_key_gradients(p, unit, at, row, is_exact);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) KERNEL(const problem p) {
+    extern __shared__ __align__(16) char memory[];
+    unit_memory &unit = ((unit_memory *)memory)[unit_of_warp()];
+    const long long idx = (long long)blockIdx.x * UNITS + unit_of_warp();
+    capture_sums sums;
+#if FLEX
+    /* The unit has some sequences of a head, one after the other. */
+    const int head = (int)((u32)idx % (u32)p.h), begin = (int)((u32)idx / (u32)p.h) * p.unit_sequences;
+    const int end = min(begin + p.unit_sequences, p.b), row = first_row_of_warp();
+    if (begin >= end) return;
+#pragma unroll 1
+    for (int b_idx = begin; b_idx < end; b_idx++) {
+        make_gradients(p, unit, unit_of(p, b_idx, head), sums);
+        sums.give<true>(mods(p.flex, p.values, b_idx, head), row);
+        meet_in_unit(); /* all have read the tiles */
+    }
+    sums.give<false>(mods(p.flex, p.values, begin, head), row);
+#else
+    if (idx >= (long long)p.b * p.h) return;
+    const unit_place at = unit_at(p, idx);
+    if (!is_long(at.s)) {
+        make_gradients(p, unit, at, sums);
+    } else if (!p.leaves_long) {
+        make_long_gradients(p, at);
+        fill_softmax_d(p, at);
+    }
+#endif
 }

@@ -20,6 +20,7 @@
 #endif
 
 #include "short_units.cuh"
+#include "short_mods.cuh"
 #include "softmax_any.cuh"
 #include "quads.cuh"
 #include "sinks.cuh"
@@ -35,10 +36,13 @@ struct warp_rows {
     float o[1][COLUMNS][4]; /* not normalised */
 };
 
+/* What makes natural scores of those that the softmax gets. The exponent scales plain scores. */
+DEVICE float scale_of(const fa_cuda_problem &p) { return SCORE || MODS_CHANGE_SCORES ? 1 : p.scale; }
+
 /* The products and the softmax of the rows from `row` on. */
-DEVICE void make_rows(warp_rows &x, const fa_cuda_problem &p, const unit_memory &unit, const unit_place &at, int row,
-                      bool is_masked, bool is_exact) {
-    const float scale = SCORE ? 1 : p.scale; /* the exponent scales plain scores */
+DEVICE void make_rows(warp_rows &x, const problem &p, const unit_memory &unit, const unit_place &at, int row,
+                      bool is_masked, bool is_exact, pair_values &pairs) {
+    const float scale = scale_of(p);
     float scores[1][N][4];
     u32 seen[1] = {~0u};
     x.state[0][0] = x.state[0][1] = {-INF, 0};
@@ -46,7 +50,12 @@ DEVICE void make_rows(warp_rows &x, const fa_cuda_problem &p, const unit_memory 
     for (int c = 0; c < COLUMNS; c++) x.o[0][c][0] = x.o[0][c][1] = x.o[0][c][2] = x.o[0][c][3] = 0;
     multiply_rows(scores, unit.q + row * PITCH, unit.k);
     if (SCORE) change_scores(p, at.s, at.head, scores[0], row, 0);
+#if FLEX
+    pairs.change_scores(scores[0]);
+    seen[0] = pairs.seen, is_exact = is_exact && pairs.hides();
+#else
     if (is_masked) seen[0] = mask_scores(p, at.s, scores[0], row, 0);
+#endif
     softmax_step(scores, x.o, x.state, scale * LOG2_E);
     if (DROPOUT) drop_scores(p, at.s, at.head, scores[0], row, 0);
     if (is_exact)
@@ -55,16 +64,19 @@ DEVICE void make_rows(warp_rows &x, const fa_cuda_problem &p, const unit_memory 
         accumulate(x.o, scores, unit.v);
 }
 
-/* How a row ends: its lse, and the factor of its O. */
+/* How row i ends: its lse, and the factor of its O. */
 struct row_result {
     float lse, weight;
     bool is_empty;
 };
-DEVICE row_result end_row(const fa_cuda_problem &p, int head, row_state state, float sum) {
-    const float scale = SCORE ? 1 : p.scale;
+DEVICE row_result end_row(const fa_cuda_problem &p, const unit_place &at, int i, row_state state, float sum) {
+    const float scale = scale_of(p);
     row_result r = {lse_of(state, sum, scale), p.keep_scale / sum, saw_nothing(state, sum, scale)};
     if (p.sinks.values.data) {
-        const row_with_sink with = add_sink(r.lse, sink_of(p.sinks.values, head));
+        const int row = min(i, at.s.len_q - 1);
+        const float sink = FLEX ? sink_of_row(p.sinks.values, p.sinks.shift, at.s.b_idx, at.head, row)
+                                : sink_of(p.sinks.values, at.head);
+        const row_with_sink with = add_sink(r.lse, sink);
         r.lse = with.lse, r.weight *= with.share;
     } else if (r.is_empty) {
         r.lse = p.empty_lse;
@@ -79,7 +91,7 @@ DEVICE void finish_rows(warp_rows &x, const fa_cuda_problem &p, const unit_place
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row + lane() / 4 + 8 * half;
-        const row_result end = end_row(p, at.head, x.state[0][half], quad_sum(x.state[0][half].sum));
+        const row_result end = end_row(p, at, i, x.state[0][half], quad_sum(x.state[0][half].sum));
         weights[half] = end.weight;
         if (end.is_empty)
 #pragma unroll
@@ -117,7 +129,7 @@ DEVICE void attend_long(const fa_cuda_problem &p, const unit_place &at) {
             const float kept = !DROPOUT || keeps_pair(p, at, i, j) ? prob : 0;
             add_row(o, kept, read_row(p.v.data, key_offset(p, p.v, s, j, head_kv), p.d));
         }
-        const row_result end = end_row(p, at.head, state, state.sum);
+        const row_result end = end_row(p, at, i, state, state.sum);
         if (end.is_empty) o = {};
         write_row(p.o.data, query_offset(p.o, s, i, at.head), p.d, o, end.weight);
         if (lane() == 0) *row_stat(p.lse, s, i, at.head) = end.lse;
@@ -135,7 +147,7 @@ DEVICE void fill_unowned_rows(const fa_cuda_problem &p, const unit_place &at) {
         *(uint4 *)(o + i * p.o.stride_row) = make_uint4(0, 0, 0, 0);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda_problem p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const problem p) {
     extern __shared__ __align__(16) char memory[];
     unit_memory &unit = ((unit_memory *)memory)[unit_of_warp()];
     const long long idx = (long long)blockIdx.x * UNITS + unit_of_warp();
@@ -152,14 +164,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL(const fa_cuda
     load_own_rows(unit.k, (const factor *)p.k.data + key_offset(p, p.k, s, 0, head_kv), p.k.stride_row, s.len_kv, p.d);
     load_own_rows(unit.v, (const factor *)p.v.data + key_offset(p, p.v, s, 0, head_kv), p.v.stride_row, s.len_kv, p.d);
     fill_unowned_rows(p, at);
+    pair_values pairs(p, at, row);
 
     const tile_walk keys = keys_of(p, s, 0, s.len_q - 1);
-    const bool hides = keys.full_begin > 0 || keys.full_end < s.len_kv, is_masked = hides || s.len_kv < UNIT_ROWS;
+    const bool hides = FLEX || keys.full_begin > 0 || keys.full_end < s.len_kv,
+               is_masked = hides || s.len_kv < UNIT_ROWS;
     cp_async_wait_all();
     const bool is_exact = any_in_unit(hides && own_has_nan_or_inf(unit.v));
     if (row < s.len_q) {
         warp_rows x;
-        make_rows(x, p, unit, at, row, is_masked, is_exact);
+        make_rows(x, p, unit, at, row, is_masked, is_exact, pairs);
         finish_rows(x, p, at, row);
     }
 }

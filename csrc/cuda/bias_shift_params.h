@@ -19,6 +19,7 @@ typedef struct {
     long long rows, keys;   /* rows of the shift */
     long long rows_of_bias; /* of a packed sequence; rows behind them have the last one's shift */
     long long num_rows;     /* of all batches and heads */
+    int rows_of_warp;       /* up to 32; a lane for each */
 } fa_bias_shift_params;
 
 #endif

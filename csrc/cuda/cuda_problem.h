@@ -58,11 +58,12 @@ typedef struct {
 
     /* 16, 8, 4 or 2. Every row of q, k, v, o and their gradients consists of aligned pieces of so many bytes. */
     int piece_bytes;
-    int zero_tensors; /* true: rows of packed outputs that belong to no sequence become zero */
-    int num_tiles;    /* tiles of the longest sequence: CTAs of one head */
-    int leaves_long;  /* attn_bwd_short, packed: another kernel takes sequences that are longer than a unit */
-    int group_heads;  /* attn_fwd_sm80, attn_bwd_sm80: heads that are walked together (task_order.cuh) */
-    float empty_lse;  /* lse of a row that sees no key */
+    int zero_tensors;   /* true: rows of packed outputs that belong to no sequence become zero */
+    int num_tiles;      /* tiles of the longest sequence: CTAs of one head */
+    int leaves_long;    /* attn_bwd_short, packed: another kernel takes sequences that are longer than a unit */
+    int unit_sequences; /* attn_bwd_short with a user's functions: sequences of a unit, one after the other */
+    int group_heads;    /* attn_fwd_sm80, attn_bwd_sm80: heads that are walked together (task_order.cuh) */
+    float empty_lse;    /* lse of a row that sees no key */
     fa_cuda_sinks sinks;
 
     /* Additions of flash-attn 3. Kernels without the feature OF_3 read none of these members. */

@@ -48,10 +48,12 @@ struct unit_place {
     sequence s;
     int head;
 };
-DEVICE unit_place unit_at(const fa_cuda_problem &p, long long unit) {
-    const int b_idx = (int)((u32)unit / (u32)p.h), head = (int)((u32)unit % (u32)p.h);
+DEVICE unit_place unit_of(const fa_cuda_problem &p, int b_idx, int head) {
     if (VARLEN) return {sequence_at(p, b_idx), head};
     return {{b_idx, 0, p.len_q, p.len_kv, b_idx, 0, p.len_kv, nullptr}, head};
+}
+DEVICE unit_place unit_at(const fa_cuda_problem &p, long long unit) {
+    return unit_of(p, (int)((u32)unit / (u32)p.h), (int)((u32)unit % (u32)p.h));
 }
 
 /* Is a packed sequence longer than max_seqlen, and too long for a tile? */

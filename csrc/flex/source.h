@@ -31,6 +31,7 @@
  *   DEVICE float flex_derivative(const flex_values &x, float (&parts)[FLEX_PARTS], float score, float grad,
  *                                int b, int h, int q_idx, int kv_idx);    leaves what scatter n adds in parts[n]
  *   DEVICE constexpr flex_kind flex_kind_of(int part);                    which pairs share an element (scatters.h)
+ *   DEVICE constexpr bool flex_place_has_b(int part);                    its element depends on b
  *   template <int PART> DEVICE auto flex_place_of(const flex_values &x, int b, int h, int q_idx, int kv_idx);
  *   template <int PART, class T> DEVICE void flex_add_part(const flex_values &x, T place, float value);
  *

@@ -18,6 +18,14 @@ static bool is_sum(const fa_writer *w, int32_t idx) {
     return is_scatter(w, idx) && w->traits[idx].kind == FA_FLEX_OF_HEAD;
 }
 
+/* Does the element of a scatter depend on b? */
+static bool depends_on_b(const fa_writer *w, int32_t idx) {
+    const fa_flex_instruction *x = &w->p->instructions[idx];
+    for (int i = 0; i + 1 < x->num_operands; i++)
+        if (w->p->instructions[x->operand[i]].depends & FA_FLEX_ON_B) return true;
+    return false;
+}
+
 static void put_add(const fa_writer *w, int32_t idx, const char *value) {
     const fa_flex_instruction *x = &w->p->instructions[idx];
     fa_put(w->t, "    flex_add_to(x.words[%d], ", w->words + fa_flex_program_words(w->p) + x->source);
@@ -60,7 +68,11 @@ static void put_parts(const fa_writer *w, uint8_t *is_needed) {
     fa_put(w->t, "DEVICE constexpr flex_kind flex_kind_of(int part) {\n    return ");
     for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
         if (is_scatter(w, idx)) fa_put(w->t, "part == %d ? %s : ", part++, kinds[w->traits[idx].kind]);
-    fa_put(w->t, "FLEX_OF_PAIR;\n}\n\n"
+    fa_put(w->t, "FLEX_OF_PAIR;\n}\n\nDEVICE constexpr bool flex_place_has_b(int part) {\n    return ");
+    part = 0;
+    for (int32_t idx = 0; idx < w->p->num_instructions; idx++)
+        if (is_scatter(w, idx)) fa_put(w->t, "part == %d ? %s : ", part++, depends_on_b(w, idx) ? "true" : "false");
+    fa_put(w->t, "true;\n}\n\n"
                  "template <int PART> DEVICE auto flex_place_of(const flex_values &x, int b, int h, int q_idx, "
                  "int kv_idx) {\n");
     part = 0;

@@ -10,8 +10,9 @@
 static int64_t stride_of(const fa_bias_shift *of, int dim) { return of->size[dim] == 1 ? 0 : of->stride[dim]; }
 
 fa_status fa_cuda_bias_shift(const fa_bias_shift *of, fa_error *err) {
+    enum { WARPS_OF_SM = 64 };
     fa_cuda_place place;
-    const fa_bias_shift_params a = {
+    fa_bias_shift_params a = {
         .bias = of->bias,
         .stride_b = stride_of(of, 0),
         .stride_h = stride_of(of, 1),
@@ -35,7 +36,10 @@ fa_status fa_cuda_bias_shift(const fa_bias_shift *of, fa_error *err) {
     if (status != FA_OK) return status;
     const fa_cuda_call call = {.gpu = place.gpu, .driver = place.driver, .stream = place.stream};
     const fa_variant variant = {FA_BIAS_SHIFT, 0, fa_dtype_feature(of->dtype), place.gpu->capability, 0, NULL};
-    const int64_t ctas = (a.num_rows + FA_BIAS_SHIFT_WARPS - 1) / FA_BIAS_SHIFT_WARPS;
+    /* A warp may have to read its rows whole, so it has several only if there are many. */
+    const int64_t many = (int64_t)place.gpu->num_sms * WARPS_OF_SM, of_warp = many > 0 ? a.num_rows / many : 0;
+    a.rows_of_warp = of_warp < 1 ? 1 : of_warp < 32 ? (int)of_warp : 32;
+    const int64_t of_cta = FA_BIAS_SHIFT_WARPS * a.rows_of_warp, ctas = (a.num_rows + of_cta - 1) / of_cta;
     const unsigned grid = ctas < INT32_MAX ? (unsigned)ctas : INT32_MAX;
     status = fa_cuda_launch(&call, variant, (fa_launch){grid, 1, 1, .threads = 32 * FA_BIAS_SHIFT_WARPS}, &a, err);
     fa_cuda_leave(&place);

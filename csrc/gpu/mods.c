@@ -240,6 +240,7 @@ static void fill_values(const fa_cuda_call *call, fa_variant variant, void *valu
     const fa_flex *flex = call->problem->flex;
     if (!fa_families[variant.family].takes_mods) return;
     const bool adds_gradients = variant.family == FA_BWD_SM90 || variant.family == FA_BWD_WIDE_SM90 ||
+                                variant.family == FA_BWD_SHORT ||
                                 (variant.family == FA_BWD_ANY && fa_bwd_any_row(variant.row)->grad == GRAD_dq);
     fa_flex_fill_values(flex->score, variant.mods->mask ? flex->mask : NULL,
                         variant.mods->derivative ? flex->derivative : NULL, adds_gradients ? flex->gradients : NULL,

@@ -22,13 +22,13 @@ static const struct {
     bool takes_copies;     /* it reads aligned rows, and copies of others (gpu_align.h) */
 } planners[] = {
     {FA_FWD, "attn_decode_sm90", fa_plan_decode_sm90, true, true, true},
-    {FA_FWD, "attn_fwd_short", fa_plan_fwd_short, false, false, true},
+    {FA_FWD, "attn_fwd_short", fa_plan_fwd_short, true, false, true},
     {FA_FWD, "attn_fwd_sm90", fa_plan_fwd_sm90, true, true, true},
     {FA_FWD, "attn_fwd_fp8_sm90", fa_plan_fwd_fp8_sm90, false, false, false},
     {FA_FWD, "attn_decode_sm80", fa_plan_decode_sm80, true, true, true},
     {FA_FWD, "attn_fwd_sm80", fa_plan_fwd_sm80, false, false, true},
     {FA_FWD, "attn_fwd_any", fa_plan_fwd_any, true, true, false},
-    {FA_BWD, "attn_bwd_short", fa_plan_bwd_short, false, false, true},
+    {FA_BWD, "attn_bwd_short", fa_plan_bwd_short, true, false, true},
     {FA_BWD, "attn_bwd_sm90", fa_plan_bwd_sm90, true, false, true},
     {FA_BWD, "attn_bwd_sm80", fa_plan_bwd_sm80, false, false, true},
     {FA_BWD, "attn_bwd_any", fa_plan_bwd_any, true, true, false},

@@ -306,6 +306,13 @@ const char *fa_why_not_mods_of_sm90(const fa_problem *p, size_t parameter_bytes)
     return fa_why_not_blocks(p);
 }
 
+const char *fa_why_not_short_mods(const fa_problem *p, size_t parameter_bytes) {
+    const char *why = fa_why_not_mods_of_sm90(p, parameter_bytes);
+    if (why) return why;
+    NEEDS(is_short(p->flex->mask), FA_LONG_MODS_REASON);
+    return NULL;
+}
+
 const char *fa_plan_mask_of_sm90(const fa_problem *p, fa_plan *plan) {
     enum { MOST_WALKS_BYTES = 256 << 20 };
     NEEDS(fa_block_walks_bytes(p, plan) <= MOST_WALKS_BYTES, "its lists of tiles would take more than 256 MiB");

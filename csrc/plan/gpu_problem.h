@@ -115,6 +115,9 @@ const char *fa_why_no_room_for_mods(const fa_problem *problem, size_t parameter_
 /* Why can a kernel for Hopper not take the functions and the block mask? NULL: it can, if fa_plan_mask_of_sm90 agrees.
  * parameter_bytes: the size of its other parameters. */
 const char *fa_why_not_mods_of_sm90(const fa_problem *problem, size_t parameter_bytes);
+
+/* Why can a kernel of short sequences not take the functions and the block mask? NULL: it can. */
+const char *fa_why_not_short_mods(const fa_problem *problem, size_t parameter_bytes);
 #define FA_LONG_MODS_REASON "the mods are long, and would spill in its registers"
 
 /* Decides whether the kernel of a plan with tiles reads bits of hidden pairs. Why can it not take the mask_mod? */

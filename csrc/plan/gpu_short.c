@@ -1,6 +1,8 @@
 /* Planners of attn_fwd_short and attn_bwd_short: their requirements, and their row of cuda/tiles.def. */
 #include "gpu_short.h"
 
+#include "cuda/cuda_problem.h"
+#include "flex/flex.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 
@@ -17,7 +19,8 @@ int fa_find_short_row(const fa_problem *p, fa_family_id id, int64_t rows, int ca
 
 unsigned fa_short_features(const fa_problem *p) {
     const double largest_scale = 1e30; /* with log2 e, and with its products, a larger scale would leave the floats */
-    const unsigned features = fa_cuda_features(p) & (FA_VARLEN | FA_SCORE | FA_DROPOUT | FA_IN_BF16);
+    const unsigned features =
+        (fa_cuda_features(p) & (FA_VARLEN | FA_SCORE | FA_DROPOUT | FA_IN_BF16)) | (fa_has_mods(p) ? FA_FLEX : 0u);
     return p->scale < largest_scale ? features : features | FA_SCORE;
 }
 
@@ -39,10 +42,20 @@ static const char *why_not_short(const fa_problem *p) {
     return NULL;
 }
 
+/* The requirements of a user's functions. */
+static const char *why_not_mods(const fa_problem *p) {
+    NEEDS(!p->cu_seqlens_q, "it takes no functions of packed sequences");
+    NEEDS(!p->flex->max_scores.data, "it keeps no maximum of scores");
+    NEEDS(fa_has_mods(p) || !p->flex->dlse.data, "it takes a gradient of the lse beside functions alone");
+    const char *why = fa_why_not_short_mods(p, sizeof(fa_cuda_problem));
+    return why ? why : fa_why_not_captures_of_sm90(p);
+}
+
 static const char *plan_short(const fa_problem *p, fa_family_id id, const fa_machine *machine, fa_plan *plan) {
     const int row = fa_find_short_row(p, id, rows_of(p), machine->gpu_capability);
     NEEDS(row >= 0, "it is for up to 64 queries and keys, of heads of up to 160 columns");
     const char *why = why_not_short(p);
+    if (!why && p->flex) why = why_not_mods(p);
     if (why) return why;
     /* A sequence that is longer than max_seqlen is served, but slowly. */
     NEEDS(!p->cu_seqlens_q || (p->total_q <= p->b * p->len_q && p->total_kv <= p->b * p->len_kv),
@@ -51,12 +64,15 @@ static const char *plan_short(const fa_problem *p, fa_family_id id, const fa_mac
     plan->gpu.row = row;
     plan->gpu.features = fa_short_features(p);
     plan->block_q = plan->block_kv = fa_short_row(id, row)->rows;
+    plan->workspace_bytes = fa_block_map_bytes(p);
+    fa_plan_mods(p, plan);
     return NULL;
 }
 
 const char *fa_plan_fwd_short(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     enum { FEW = 32 };
-    NEEDS(rows_of(p) <= FEW || machine->gpu_capability != 90 || !fa_allows_kernel(machine, "attn_fwd_sm90"),
+    NEEDS(fa_has_mods(p) || rows_of(p) <= FEW || machine->gpu_capability != 90 ||
+              !fa_allows_kernel(machine, "attn_fwd_sm90"),
           "attn_fwd_sm90 is faster with more than 32 queries or keys");
     return plan_short(p, FA_FWD_SHORT, machine, plan);
 }

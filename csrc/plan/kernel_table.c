@@ -222,8 +222,9 @@ static bool bwd_sm80_chooses(int row, unsigned features) {
 /* The units of a CTA have SHORT_ROWS rows together. */
 #define SHORT_ROWS     64
 #define SHORT_FEATURES (FA_VARLEN | FA_SCORE | FA_DROPOUT)
+#define SHORT_FILES    "short_units.cuh", "short_mods.cuh", "short_longer.cuh", "quads.cuh", TILE_ANY_FILES, FLEX_FILES
 #define SHORT_ROW(name, d, rows, ctas, shared_bytes) \
-    {name "_d" #d "_q" #rows "kv" #rows, {d, rows, ctas}, SHORT_FEATURES, SHORT_ROWS * (shared_bytes)},
+    {name "_d" #d "_q" #rows "kv" #rows, {d, rows, ctas}, SHORT_FEATURES | FA_FLEX, SHORT_ROWS * (shared_bytes)},
 
 static const fa_row fwd_short_rows[] = {
 #define FA_FWD_TILE_SHORT(d, rows, ctas) SHORT_ROW("attn_fwd_short", d, rows, ctas, 3 * PADDED_ROW(d, 2))
@@ -234,6 +235,11 @@ static const fa_row bwd_short_rows[] = {
     SHORT_ROW("attn_bwd_short", d, rows, ctas, 4 * PADDED_ROW(d, 2) + 2 * PADDED_ROW(rows, 2))
 #include "cuda/tiles.def"
 };
+
+static bool short_chooses(int row, unsigned features) {
+    (void)row;
+    return !(features & FA_FLEX); /* the functions of a call belong to such a kernel */
+}
 
 const fa_short_columns *fa_short_row(fa_family_id family, int row) {
     return (const fa_short_columns *)fa_families[family].rows[row].columns;
@@ -494,21 +500,21 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                         .num_rows = NUM_ROWS(bwd_dq_sm80_rows),
                         .chooses = bwd_sm80_chooses},
     [FA_FWD_SHORT] = {.name = "attn_fwd_short",
-                      .files = FILES("attn_fwd_short.cu", "short_units.cuh", "short_longer.cuh", "softmax_any.cuh",
-                                     "rows_any.cuh", "quads.cuh", "sinks.cuh", TILE_ANY_FILES),
+                      .files = FILES("attn_fwd_short.cu", "softmax_any.cuh", "rows_any.cuh", "sinks.cuh", SHORT_FILES),
                       .columns = {"HEAD_DIM", "UNIT_ROWS", "CTAS"},
-                      .knows = SHORT_FEATURES | FA_IN_BF16,
+                      .knows = SHORT_FEATURES | FA_FLEX | FA_IN_BF16,
                       .rows = fwd_short_rows,
                       .num_rows = NUM_ROWS(fwd_short_rows),
-                      .chooses = always_chooses},
+                      .chooses = short_chooses,
+                      .takes_mods = true},
     [FA_BWD_SHORT] = {.name = "attn_bwd_short",
-                      .files = FILES("attn_bwd_short.cu", "short_units.cuh", "short_longer.cuh", "dot.cuh", "quads.cuh",
-                                     TILE_ANY_FILES),
+                      .files = FILES("attn_bwd_short.cu", "dot.cuh", SHORT_FILES),
                       .columns = {"HEAD_DIM", "UNIT_ROWS", "CTAS"},
-                      .knows = SHORT_FEATURES | FA_IN_BF16,
+                      .knows = SHORT_FEATURES | FA_FLEX | FA_IN_BF16,
                       .rows = bwd_short_rows,
                       .num_rows = NUM_ROWS(bwd_short_rows),
-                      .chooses = always_chooses},
+                      .chooses = short_chooses,
+                      .takes_mods = true},
     [FA_FLEX_BLOCKS] = {.name = "flex_blocks",
                         .files = FILES("flex_blocks.cu", "flex_map.cuh", BLOCKS_FILES),
                         .rows = flex_blocks_rows,

@@ -2,7 +2,8 @@
  * user's functions are written by hand here, in place of flex/source.c. Random cases: block masks with lists in any
  * order and garbage behind the counts, blocks of any size, rows that see nothing, odd lengths, grouped heads, NaN in
  * keys and values that some rows do not see. Besides, queries with an offset, and caches: lengths of their own, pages
- * in any order, and garbage in places that name no key. The decode kernel, too, takes what suits it. */
+ * in any order, and garbage in places that name no key. The decode kernel and the kernels of short sequences, too, take
+ * what suits them. */
 #define _GNU_SOURCE
 #include <math.h>
 #include <setjmp.h>
@@ -29,6 +30,10 @@ enum { TABLE_SIZE = 8, MOST_OFFSET = 150 };
 typedef struct {
     const char *name, *score, *mask, *derivative, *sums; /* bodies of functions; NULL: there is none */
     bool has_gradient;
+    /* Of a derivative that is `grad` and adds to one element: the addend, the element, its kind, and whether b chooses
+     * it. */
+    const char *part, *place, *kind;
+    bool has_b;
 } mod_text;
 
 static const mod_text mods[] = {
@@ -41,7 +46,10 @@ static const mod_text mods[] = {
      .score = "return score + ((const float *)x.words[0])[h] * (float)(kv_idx - q_idx);",
      .derivative = "if (x.words[1]) sums.sum += grad * (float)(kv_idx - q_idx);\n    return grad;",
      .sums = "flex_add_to(x.words[1], h, sums.sum);",
-     .has_gradient = true},
+     .has_gradient = true,
+     .part = "grad * (float)(kv_idx - q_idx)",
+     .place = "h",
+     .kind = "FLEX_OF_HEAD"},
     {.name = "softcap",
      .score = "return 3 * tanhf(score / 3);",
      .derivative = "const float t = tanhf(score / 3);\n    return grad * (1 - t * t);"},
@@ -50,17 +58,43 @@ static const mod_text mods[] = {
      .mask = "return q_idx >= kv_idx;",
      .derivative = "flex_add_to(x.words[1], (kv_idx - q_idx) & 7, grad);\n    return grad;",
      .sums = "",
-     .has_gradient = true},
+     .has_gradient = true,
+     .part = "grad",
+     .place = "(kv_idx - q_idx) & 7",
+     .kind = "FLEX_OF_DIFFERENCE"},
     {.name = "causal by score",
      .score = "return q_idx >= kv_idx ? score : __int_as_float(0xff800000);",
      .derivative = "return q_idx >= kv_idx ? grad : 0;"},
+#define TABLE_MOD(text, place_text, kind_text, of_batch)                               \
+    {.name = text,                                                                     \
+     .score = "return score + ((const float *)x.words[0])[" place_text "];",           \
+     .derivative = "flex_add_to(x.words[1], " place_text ", grad);\n    return grad;", \
+     .sums = "",                                                                       \
+     .has_gradient = true,                                                             \
+     .part = "grad",                                                                   \
+     .place = place_text,                                                              \
+     .kind = kind_text,                                                                \
+     .has_b = of_batch}
+    TABLE_MOD("table of keys", "(kv_idx + b) & 7", "FLEX_OF_KEY", true),
+    TABLE_MOD("table of queries", "q_idx & 7", "FLEX_OF_QUERY", false),
+    TABLE_MOD("table of pairs", "(q_idx * 3 + kv_idx + h) & 7", "FLEX_OF_PAIR", false),
 };
-enum { NO_FUNCTION, CAUSAL, DOCUMENT, ALIBI, SOFTCAP, BIAS, CAUSAL_SCORE };
+enum { NO_FUNCTION, CAUSAL, DOCUMENT, ALIBI, SOFTCAP, BIAS, CAUSAL_SCORE, OF_KEYS, OF_QUERIES, OF_PAIRS };
 
-static double score_of(int mod, double s, const float *table, int64_t h, int64_t i, int64_t j) {
+/* The element of the table that a pair adds to its score. */
+static int64_t place_in_table(int mod, int64_t b, int64_t h, int64_t i, int64_t j) {
+    return mod == OF_KEYS      ? (j + b) & 7
+           : mod == OF_QUERIES ? i & 7
+           : mod == OF_PAIRS   ? (i * 3 + j + h) & 7
+           : mod == BIAS       ? (j - i) & 7
+                               : -1;
+}
+
+static double score_of(int mod, double s, const float *table, int64_t b, int64_t h, int64_t i, int64_t j) {
     if (mod == ALIBI) return s + (double)table[h] * (double)(j - i);
     if (mod == SOFTCAP) return 3 * tanh(s / 3);
-    if (mod == BIAS) return s + (double)table[(j - i) & 7];
+    const int64_t place = place_in_table(mod, b, h, i, j);
+    if (place >= 0) return s + (double)table[place];
     return mod == CAUSAL_SCORE && i < j ? -INFINITY : s;
 }
 static bool mask_of(int mod, const int32_t *documents, int64_t i, int64_t j) {
@@ -100,6 +134,22 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
         fprintf(file, "DEVICE void flex_add_sums(%sconst flex_sums &sums, int b, int h) {\n    %s\n}\n", values,
                 m->sums ? m->sums : "");
     }
+    fprintf(file, "#define FLEX_PARTS %d\n", derivative && m->part);
+    if (derivative && m->part) {
+        fprintf(file,
+                "DEVICE constexpr flex_kind flex_kind_of(int) { return %s; }\n"
+                "DEVICE constexpr bool flex_place_has_b(int) { return %d; }\n",
+                m->kind, m->has_b);
+        fprintf(file,
+                "DEVICE float flex_derivative(%sfloat (&parts)[1], float, float grad, %sparts[0] = %s;\n"
+                "    return grad;\n}\n",
+                values, index, m->part);
+        fprintf(file, "template <int PART> DEVICE int flex_place_of(%s%sreturn %s;\n}\n", values, index, m->place);
+        fprintf(file,
+                "template <int PART, class T> DEVICE void flex_add_part(%sT place, float value) {\n"
+                "    flex_add_to(x.words[1], place, value);\n}\n",
+                values);
+    }
     fclose(file);
     return FA_OK;
 }
@@ -134,16 +184,17 @@ typedef struct {
     void *gradient;
     float table[64];
     unsigned char *kinds; /* [mask_b, mask_h, rows, columns]; NULL: no block mask */
-    int64_t len_kv[2];    /* [b] keys in use */
+    int64_t len_kv[5];    /* [b] keys in use */
     double *q, *k, *v, *dout;
     bool has_sinks;
     float sinks[8], *sink_shift; /* [h] and [b, h, len_q] */
 } flex_case;
 
 static bool for_decode; /* aligned rows, d_v = d, no block mask and no maximum */
+static bool for_short;  /* aligned rows, d_v = d, few rows, no cache and no maximum */
 
 static fa_view dense(int64_t rows, int64_t h, int64_t d, int64_t b, fa_dtype dtype, bool at_end) {
-    const int64_t stride_h = d + (for_decode ? 8 : 3) * at_end, stride_row = stride_h * h;
+    const int64_t stride_h = d + (for_decode || for_short ? 8 : 3) * at_end, stride_row = stride_h * h;
     void *data = guarded_alloc((size_t)(b * rows * stride_row) * fa_dtype_bytes(dtype), 16, at_end);
     return (fa_view){data, stride_row * rows, stride_row, stride_h};
 }
@@ -290,19 +341,24 @@ static const struct {
     {DOCUMENT, FA_BF16, 48, 0},    {DOCUMENT, FA_F32, 129, 0},    {ALIBI, FA_F32, 65, 0},
     {ALIBI, FA_BF16, 128, 0},      {SOFTCAP, FA_F32, 16, 0},      {BIAS, FA_F32, 40, 0},
     {BIAS, FA_BF16, 80, 300},      {CAUSAL_SCORE, FA_F16, 64, 0}, {CAUSAL_SCORE, FA_F32, 33, 0},
+    {OF_KEYS, FA_BF16, 32, 32},    {OF_QUERIES, FA_F16, 32, 32},  {OF_PAIRS, FA_BF16, 48, 48},
 };
 enum { NUM_KERNELS = sizeof kernels / sizeof *kernels };
 
 static void make_case(flex_case *c, int kernel, bool at_end) {
     const int mod = kernels[kernel].mod;
     const fa_dtype dtype = kernels[kernel].dtype;
-    for_decode = dtype != FA_F32 && below(2);
-    const bool has_cache = below(3) == 0 || (for_decode && below(4));
+    for_short = dtype != FA_F32 && kernels[kernel].d <= 160 && (mod >= OF_KEYS || below(4) == 0);
+    for_decode = !for_short && dtype != FA_F32 && below(2);
+    const bool has_cache = !for_short && (below(3) == 0 || (for_decode && below(4))),
+               is_aligned = for_short || for_decode;
     const int64_t page_size = has_cache ? PICK(0, 5, 16, 64) : 0, round = page_size ? page_size : 1;
-    const int64_t h_kv = PICK(1, 2), b = PICK(1, 2), len_q = PICK(1, 3, 17, 64, 129, 150),
-                  len_kv = (PICK(1, 31, 64, 130, 200, 333) + round - 1) / round * round,
-                  d = kernels[kernel].d / (for_decode ? 8 : 1) * (for_decode ? 8 : 1),
-                  d_v = for_decode            ? d
+    const int64_t h_kv = PICK(1, 2), b = for_short ? PICK(1, 2, 5) : PICK(1, 2),
+                  len_q = for_short ? PICK(1, 3, 16, 17, 32, 49, 64) : PICK(1, 3, 17, 64, 129, 150),
+                  len_kv = for_short ? PICK(1, 16, 31, 49, 64)
+                                     : (PICK(1, 31, 64, 130, 200, 333) + round - 1) / round * round,
+                  d = kernels[kernel].d / (is_aligned ? 8 : 1) * (is_aligned ? 8 : 1),
+                  d_v = is_aligned            ? d
                         : kernels[kernel].d_v ? kernels[kernel].d_v
                                               : 1 + below(d);
     *c = (flex_case){0};
@@ -317,7 +373,7 @@ static void make_case(flex_case *c, int kernel, bool at_end) {
                       .device = FA_CUDA,
                       .dtype = dtype,
                       .b = b,
-                      .h = h_kv * PICK(1, 3),
+                      .h = h_kv * (for_short && below(2) ? 1 : PICK(1, 3)),
                       .h_kv = h_kv,
                       .d = d,
                       .d_v = d_v,
@@ -326,12 +382,12 @@ static void make_case(flex_case *c, int kernel, bool at_end) {
                       .total_q = b * len_q,
                       .total_kv = b * len_kv,
                       .empty_lse = -INFINITY,
-                      .scale = below(5) ? 1 / sqrt((double)d) : -0.1,
+                      .scale = for_short || below(5) ? 1 / sqrt((double)d) : -0.1,
                       .window_left = -1,
                       .window_right = -1,
                       .flex = &c->flex};
     p->q = dense(len_q, p->h, d, b, dtype, at_end), c->q = filled(&p->q, b, len_q, p->h, d, dtype);
-    for (int i = 0; i < 2; i++) c->len_kv[i] = len_kv;
+    for (int i = 0; i < 5; i++) c->len_kv[i] = len_kv;
     if (has_cache) make_cache(c, page_size, at_end);
     const int64_t batches = p->paged ? p->num_pages : b, keys = p->paged ? page_size : len_kv;
     p->k = dense(keys, h_kv, d, batches, dtype, at_end), c->k = filled(&p->k, batches, keys, h_kv, d, dtype);
@@ -351,7 +407,7 @@ static void make_case(flex_case *c, int kernel, bool at_end) {
         if (bodies[i])
             *(const fa_flex_bound **[]){&c->flex.score, &c->flex.mask, &c->flex.derivative}[i] = &c->bound[i];
     }
-    if (below(2)) {
+    if (!for_short && below(2)) {
         int32_t *offsets = guarded_alloc((size_t)b * 4, 4, at_end);
         for (int64_t i = 0; i < b; i++) offsets[i] = (int32_t)PICK(0, below(MOST_OFFSET + 1), MOST_OFFSET);
         c->flex.q_offset = offsets;
@@ -394,7 +450,7 @@ static void compute_row(const flex_case *c, results *r, int64_t b, int64_t h, in
 #define KEY(x, j, d) (x + ((b * p->len_kv + (j)) * p->h_kv + h / (p->h / p->h_kv)) * (d))
     for (int64_t j = 0; j < len_kv; j++) {
         const double score = p->scale * dot(q, KEY(c->k, j, d), d);
-        s[j] = sees(c, b, h, i, j) ? score_of(current_mod, score, c->table, h, query, j) : -INFINITY;
+        s[j] = sees(c, b, h, i, j) ? score_of(current_mod, score, c->table, b, h, query, j) : -INFINITY;
         if (s[j] > max) max = s[j];
     }
     for (int64_t j = 0; j < len_kv; j++) sum += max == -INFINITY ? 0 : exp(s[j] - max);
@@ -412,7 +468,8 @@ static void compute_row(const flex_case *c, results *r, int64_t b, int64_t h, in
         const double prob = exp(s[j] - max) / sum, ds = prob * (dot(dout, KEY(c->v, j, d_v), d_v) - delta);
         double change = ds;
         if (current_mod == ALIBI) r->gradient[h] += ds * (double)(j - query);
-        if (current_mod == BIAS) r->gradient[(j - query) & 7] += ds;
+        const int64_t place = place_in_table(current_mod, b, h, query, j);
+        if (place >= 0) r->gradient[place] += ds;
         if (current_mod == SOFTCAP) change *= 1 - s[j] / 3 * (s[j] / 3);
         for (int64_t x = 0; x < d_v; x++) KEY(r->dv, j, d_v)[x] += prob * dout[x];
         for (int64_t x = 0; x < d; x++) {
@@ -465,7 +522,7 @@ static void check_backward(flex_case *c, const results *truth, bool at_end) {
     float sums[TABLE_SIZE] = {0};
     c->gradient = sums;
     if (mods[current_mod].has_gradient) c->flex.gradients = &c->gradient;
-    p->deterministic = below(2);
+    p->deterministic = for_short ? below(5) == 0 : below(2);
     p->softmax_d = stats(p->b, p->h, p->len_q, at_end);
     if (below(4)) p->dq = dense(p->len_q, p->h, p->d, p->b, p->dtype, at_end);
     if (below(4)) p->dk = dense(p->len_kv, p->h_kv, p->d, p->b, p->dtype, at_end);
@@ -479,6 +536,8 @@ static void check_backward(flex_case *c, const results *truth, bool at_end) {
                        (1 + fabs(truth->gradient[i])) * (p->dtype == FA_F32 ? 2e-3 : 0.5));
 }
 
+static int num_cases_of_short;
+
 static void run_case(int seed) {
     const bool at_end = seed / NUM_KERNELS % 2;
     source = (random_source){(uint64_t)seed};
@@ -488,10 +547,12 @@ static void run_case(int seed) {
     fa_problem *p = &c.p;
     const double tolerance = p->dtype == FA_F32 ? 1e-4 : 0.02;
     const int64_t rows = p->b * p->len_q * p->h;
-    gpu.num_sms = below(2) ? 40 : 1; /* many SMs cut the keys of few queries into parts */
-    if (for_decode || below(2)) c.flex.max_scores = (fa_row_stats){0};
+    gpu.num_sms = below(2) ? 40 : 1;            /* many SMs cut the keys of few queries into parts */
+    if (for_short && below(2)) gpu.num_sms = 0; /* units have several sequences */
+    if (for_decode || for_short || below(2)) c.flex.max_scores = (fa_row_stats){0};
     gpu.capability = for_decode && below(2) ? 90 : 80;
-    gpu_kernels = for_decode ? "any,decode" : "any";
+    gpu_kernels = for_decode ? "any,decode" : for_short ? "any,short" : "any";
+    num_cases_of_short += for_short;
     run_on_cuda(p, at_end);
     gpu.capability = 80;
     if (below(2)) c.flex.dlse = stats(p->b, p->h, p->len_q, at_end);
@@ -514,7 +575,8 @@ static int first_seed, last_seed = 10 * NUM_KERNELS - 1;
 static void test_cases(void **state) {
     (void)state;
     for (int seed = first_seed; seed <= last_seed; seed++) run_case(seed);
-    assert_true(num_decodes > (last_seed - first_seed) / 8);
+    assert_true(num_decodes > (last_seed - first_seed) / 12);
+    assert_true(num_short[FA_FWD] > num_cases_of_short * 9 / 10 && num_short[FA_BWD] > num_cases_of_short / 3);
 }
 
 /* Sums of integers have room for so many parts and no more. */

@@ -221,8 +221,8 @@ def test_masks_and_captures_may_lie_anywhere():
 
 
 def test_other_functions():
-    q, k, v = (torch.empty(1, 64, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
-    bias = torch.empty(64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    q, k, v = (torch.empty(1, 80, 8, 128, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    bias = torch.empty(80, 80, dtype=torch.bfloat16, device="meta", requires_grad=True)
     names = names_of(flash_attn.flash_attn_func, q, k, v, attn_bias=bias)
     assert names == ["bias_shift_bf16", HOPPER[-1], *HOPPER_BACKWARD]
     names = names_of(flash_attn.flash_attn_func, q, k, v, 0.1, causal=True)
@@ -403,8 +403,8 @@ def test_compiled_functions(name):
 def test_inductor_keeps_what_a_second_backward_needs():
     """The backward of out, and that of out and lse."""
     torch.compiler.reset()
-    tensors = [torch.empty(1, 64, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
-    sinks, bias = (torch.empty(n, device="meta", requires_grad=True) for n in ((2,), (64, 64)))
+    tensors = [torch.empty(1, 80, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3)]
+    sinks, bias = (torch.empty(n, device="meta", requires_grad=True) for n in ((2,), (80, 80)))
 
     @torch.compile(dynamic=True)
     def step(q, k, v, sinks, bias):
