@@ -13,8 +13,8 @@ static int64_t units_of_cta(fa_variant variant) {
     return ROWS_OF_CTA / fa_short_row(variant.family, variant.row)->rows;
 }
 
-/* Sequences that a unit takes one after the other: as many as give each unit of one wave of CTAs its part. The unit adds
- * up what they give to the gradients of captures, so that it adds to memory more rarely. */
+/* Sequences that a unit takes one after the other: as many as give each unit of one wave of CTAs its part. The unit
+ * adds up what they give to the gradients of captures, so that it adds to memory more rarely. */
 static int sequences_of_unit(const fa_cuda_call *call, fa_variant variant) {
     const fa_problem *p = call->problem;
     if (p->pass == FA_FWD || !fa_wants_capture_gradients(p)) return 1;
