@@ -441,6 +441,8 @@ def attend(
             raise RuntimeError(f"dropout_p must be 0 with {reason}; it is {dropout_p}")
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
+        if not lengths and not torch.compiler.is_dynamo_compiling() and shape[2] == 1:
+            mask = softmax_scale, False, mask[2], -1, softcap  # the only query sees up to the last key
         places, shift, *functions = _mods(q, k, v, lengths, shape, mask, alibi_slopes, attn_bias, attn_mask, sinks)
         shift = None if shift is None else shift.float()
         of_rows = None if shift is None else shift.squeeze(0) if lengths else shift

@@ -353,6 +353,10 @@ def attend(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         return None
     window = window_size[0], 0 if causal else window_size[1]
+    if window[1] >= 0 and not is_packed and q.shape[1] == 1:  # the only query sees up to the last key
+        causal, window_size = False, (window[0], -1)
+        window = window_size
+        options = dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic, False
     places = blocks = None
     if on_cpu:
         (b, len_q), len_kv = q.shape[:2], keys.shape[1]

@@ -8,7 +8,7 @@ import torch
 from oracle_attention import TOLERANCES, attention, close
 
 import flash_attn
-from flash_attn import _imagined, flash_attn_func
+from flash_attn import _calls, _imagined, flash_attn_func
 from flash_attn.flex import ops
 from flash_attn.flex.patterns import keys_within
 from flash_attn.flex.tracer import program_of
@@ -69,6 +69,22 @@ def test_calls_that_have_lists(capability):
     assert not decodes(*(x.requires_grad_() for x in draw(16)))  # the backward walks over the lists
     assert not decodes(*draw(33))  # 66 rows of a key head
     assert not decodes(*draw(16, len_kv=255))
+
+
+@pytest.mark.parametrize("is_direct", (True, False))
+@pytest.mark.parametrize("window", ({"causal": True}, {"window_size": (-1, 0)}, {"window_size": (-1, 9)}), ids=str)
+def test_one_query_sees_all_keys(window, is_direct, monkeypatch):
+    """A causal mask hides nothing from it. A left window does."""
+    if not is_direct:
+        monkeypatch.setattr(_calls, "_short_way", lambda: lambda *args: None)
+    q, k, v = (x.transpose(1, 2) for x in draw(1))
+    bias = torch.randn(1, 1, 1, 2048, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    out = flash_attn_func(q, k, v, attn_bias=bias, **window)
+    assert torch.equal(out, flash_attn_func(q, k, v, attn_bias=bias))
+    left = flash_attn_func(q, k, v, attn_bias=bias, window_size=(99, 0))
+    close(left, flash_attn_func(q, k[:, -100:], v[:, -100:], attn_bias=bias[..., -100:]), TOLERANCES[q.dtype])
+    for capability in (80, 90):
+        assert reads_all(capability, flash_attn_func, q, k, v, attn_bias=bias, **window)
 
 
 def test_keys_within():
