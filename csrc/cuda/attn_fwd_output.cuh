@@ -66,6 +66,7 @@ DEVICE void store_max(const online_softmax &softmax, const params &p, const tile
         x = max_nan(x, __shfl_xor_sync(0xffffffffu, x, 1));
         x = max_nan(x, __shfl_xor_sync(0xffffffffu, x, 2));
         if (!FLEX_SCORE) x *= p.score_scale;
+        if (x * (float)LOG2_E == -INF) x = -INF; /* as make_infinite */
         if (lane % 4 == 0 && row + 8 * r < t.len_q) *max_score_at(p, t, row + 8 * r) = x;
     }
 }

@@ -252,16 +252,19 @@ DEVICE void raise_max(const float (&S)[S_REGS], online_softmax &softmax, float (
     }
 }
 
-/* Says whether later scores may lie so far above m that P is no float. Two kinds of scores are known to rise like that,
- * and both show in the key tile that m comes from. Masks that add a large negative number give a negative m. Slopes of
- * the distance show between the first and the last key. The next step then takes its row maximum, too. Otherwise the
- * work tile fails, and its repetition takes 50 times as long. */
+/* Says whether later scores may lie so far above m that P is no float. Two kinds of scores rise like that, and mostly it
+ * shows in the key tile that m comes from. Masks that add a large negative number give a negative m. Slopes show between
+ * the first, the middle and the last key, where these are not hidden. The next step then takes its row maximum, too.
+ * Otherwise the work tile fails, and its repetition takes 50 times as long. */
 DEVICE bool may_jump(const float (&S)[S_REGS], const online_softmax &softmax, float scale_log2) {
+    constexpr int HALF = S_REGS / 2;
     bool jumps = false;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const float change = fabsf(S[2 * r] - S[S_REGS - 4 + 2 * r]) * scale_log2;
-        jumps |= softmax.max_log2[r] < -64 || (change > 64 && change < INF);
+        const float middle = S[HALF + 2 * r];
+        const float before = fabsf(S[2 * r] - middle) * scale_log2,
+                    behind = fabsf(S[S_REGS - 4 + 2 * r] - middle) * scale_log2;
+        jumps |= softmax.max_log2[r] < -64 || (before > 32 && before < INF) || (behind > 32 && behind < INF);
     }
     return jumps;
 }

@@ -59,8 +59,12 @@ struct pair_values {
     /* The score of a pair whose product is qk: qk itself if the functions do not change scores. The pair does not count
      * if the score is -inf. */
     DEVICE float score(float qk, int n, int e) {
-        if (!MODS_CHANGE_SCORES) return qk;
-        const float x = mod.score_of(bits[n][e], rows[e / 2], __fmul_rn(qk, scale), query_of(row, e), key_of(n, e));
+        const float scaled = __fmul_rn(qk, scale);
+        if (!MODS_CHANGE_SCORES) {
+            if (scaled == -INF) seen &= ~(1u << (4 * n + e));
+            return qk;
+        }
+        const float x = mod.score_of(bits[n][e], rows[e / 2], scaled, query_of(row, e), key_of(n, e));
         if (x == -INF) seen &= ~(1u << (4 * n + e));
         return x;
     }

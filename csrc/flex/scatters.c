@@ -61,6 +61,15 @@ static fa_flex_scatter_kind kind_of(const fa_flex_program *p, const fa_flex_inst
     }
 }
 
+bool fa_flex_places_read_score(const fa_flex_program *p) {
+    for (int32_t idx = 0; idx < p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        for (int i = 0; fa_flex_is_scatter(x) && i + 1 < x->num_operands; i++)
+            if (operand_of(p, x, i)->depends & FA_FLEX_ON_SCORE) return true;
+    }
+    return false;
+}
+
 static fa_flex_trait trait_of(const fa_flex_program *p, int32_t idx, const fa_flex_trait *traits) {
     const fa_flex_instruction *x = &p->instructions[idx];
     fa_flex_trait value = {.reads_score = x->op == FA_FLEX_score};

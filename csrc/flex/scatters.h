@@ -32,6 +32,9 @@ fa_flex_trait *fa_flex_traits(const fa_flex_program *p);
 
 static inline bool fa_flex_is_scatter(const fa_flex_instruction *x) { return x->op == FA_FLEX_scatter; }
 
+/* Does the score choose an element that a scatter adds to? */
+bool fa_flex_places_read_score(const fa_flex_program *p);
+
 /* Is the result of a derivative the gradient that it reads? */
 bool fa_flex_passes_gradient(const fa_flex_program *p);
 

@@ -56,6 +56,7 @@ static void put_add_sums(const fa_writer *w, uint8_t *is_needed) {
 
 int fa_num_parts(const fa_flex_program *p) {
     int num = 0;
+    if (p && fa_flex_places_read_score(p)) return 0;
     for (int32_t idx = 0; p && idx < p->num_instructions; idx++) num += fa_flex_is_scatter(&p->instructions[idx]);
     return num;
 }

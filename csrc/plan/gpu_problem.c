@@ -326,6 +326,7 @@ const char *fa_why_not_captures_of_sm90(const fa_problem *p) {
     if (!fa_wants_capture_gradients(p)) return NULL;
     NEEDS(!p->deterministic, FA_CAPTURES_ORDER_REASON);
     const fa_flex_program *derivative = p->flex->derivative->program;
+    NEEDS(!fa_flex_places_read_score(derivative), "the score chooses an element of a captured tensor's gradient");
     fa_flex_trait *traits = fa_flex_traits(derivative);
     NEEDS(traits, "there is no memory to look at the gradients of captured tensors");
     int num_wide = 0;

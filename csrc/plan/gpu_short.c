@@ -17,8 +17,10 @@ int fa_find_short_row(const fa_problem *p, fa_family_id id, int64_t rows, int ca
     return -1;
 }
 
+/* With log2 e, and with its products, a larger scale would leave the floats. */
+static const double largest_scale = 1e30;
+
 unsigned fa_short_features(const fa_problem *p) {
-    const double largest_scale = 1e30; /* with log2 e, and with its products, a larger scale would leave the floats */
     const unsigned features =
         (fa_cuda_features(p) & (FA_VARLEN | FA_SCORE | FA_DROPOUT | FA_IN_BF16)) | (fa_has_mods(p) ? FA_FLEX : 0u);
     return p->scale < largest_scale ? features : features | FA_SCORE;
@@ -46,6 +48,7 @@ static const char *why_not_short(const fa_problem *p) {
 static const char *why_not_mods(const fa_problem *p) {
     NEEDS(!p->cu_seqlens_q, "it takes no functions of packed sequences");
     NEEDS(!p->flex->max_scores.data, "it keeps no maximum of scores");
+    NEEDS(p->scale < largest_scale, "with mods it wants a scale below 1e30");
     NEEDS(fa_has_mods(p) || !p->flex->dlse.data, "it takes a gradient of the lse beside functions alone");
     const char *why = fa_why_not_short_mods(p, sizeof(fa_cuda_problem));
     return why ? why : fa_why_not_captures_of_sm90(p);

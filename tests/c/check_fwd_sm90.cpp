@@ -29,13 +29,14 @@ static void run_kernel(const void *p) { KERNEL(*(const params *)p); }
 /* What the values are. */
 enum values {
     NORMAL,
-    LARGE,        /* Scores rise above the row maximum of the first key tile, beyond the range of P. */
-    HUGE_SCORES,  /* Exact scores, of which c S - c m says nothing. They fail. */
-    NANS,         /* In V. Rows that do not see the key must not take the NaN. */
-    INFINITIES,   /* in V */
-    EMPTY_BLOCKS, /* No query sees a key. */
-    ADDED_MASKS,  /* The mod adds large negative numbers to most scores. No work tile fails. */
-    STEEP_SLOPES, /* The mod's scores fall steeply with the distance. No work tile fails. */
+    LARGE,         /* Scores rise above the row maximum of the first key tile, beyond the range of P. */
+    HUGE_SCORES,   /* Exact scores, of which c S - c m says nothing. They fail. */
+    NANS,          /* In V. Rows that do not see the key must not take the NaN. */
+    INFINITIES,    /* in V */
+    EMPTY_BLOCKS,  /* No query sees a key. */
+    ADDED_MASKS,   /* The mod adds large negative numbers to most scores. No work tile fails. */
+    STEEP_SLOPES,  /* The mod's scores fall steeply with the distance. No work tile fails. */
+    RISING_SLOPES, /* They are positive, and rise steeply towards key 0. No work tile fails. */
 };
 struct problem {
     const char *name;
@@ -341,10 +342,13 @@ static void check(const problem &given) {
 #endif
     const emulated_shape shape = {(unsigned)x.ctas, 1, 1, 1, THREADS, 1024 + (unsigned)sizeof(shared_memory)};
 #if FLEX
-    added_scores = x.kind == ADDED_MASKS ? OF_MASKS : x.kind == STEEP_SLOPES ? OF_SLOPES : OF_PLACES;
+    added_scores = x.kind == ADDED_MASKS     ? OF_MASKS
+                   : x.kind == STEEP_SLOPES  ? OF_SLOPES
+                   : x.kind == RISING_SLOPES ? OF_KEYS
+                                             : OF_PLACES;
 #endif
     emulate_launch(run_kernel, &p, &shape);
-    if (x.kind == ADDED_MASKS || x.kind == STEEP_SLOPES)
+    if (x.kind >= ADDED_MASKS)
         for (int failures : ((shared_memory *)smem_bytes)->num_failed) EXPECT(failures == 0);
     EXPECT(copies.empty());
     EXPECT(tile_counters[3] == 0);
@@ -365,7 +369,6 @@ static void check(const problem &given) {
                 const int head_kv = head / group, row = cu_q[n] + i, place = (n * x.h + head) * len_q + i;
                 std::vector<double> scores;
                 std::vector<int> keys;
-                [[maybe_unused]] double highest = -INFINITY;
                 for (int j = seen.begin; j < seen.end; j++) {
 #if FLEX
                     const int q_idx = i + flex.first_query(p, n);
@@ -374,10 +377,7 @@ static void check(const problem &given) {
                     double s = scale * dot(all_q.row(row, head), all_k.row(row_of_key(n, j), head_kv), x.d);
 #if FLEX_SCORE
                     s = flex_score(p.values, (float)s, n, head, q_idx, j);
-                    if (s * LOG2_E < -FLT_MAX) { /* counts for the largest score alone */
-                        highest = fmax(highest, s);
-                        continue;
-                    }
+                    if (s * LOG2_E < -FLT_MAX) continue; /* it counts as -inf */
 #endif
                     scores.push_back(s), keys.push_back(row_of_key(n, j));
                 }
@@ -387,7 +387,7 @@ static void check(const problem &given) {
 #endif
                 const row_of_o right = row_of(scores, keys, all_v, head_kv, sink, p.empty_lse);
 #if FLEX && !CACHE
-                all.add_largest(fmax(highest, right.largest), flex.largest[(size_t)place]);
+                all.add_largest(right.largest, flex.largest[(size_t)place]);
 #endif
                 const double lse_of_row = wants_lse ? p.lse[VARLEN ? head * total_q + row : place] : right.lse;
                 all.add(right, o, row, head, lse_of_row);
@@ -447,6 +447,7 @@ static const problem PROBLEMS[] = {
     {"long lists", {520}, {700}, 4, 2, D_QK, D_V, 2, true, false, NORMAL},
     {"added masks", {520}, {700}, 4, 2, D_QK, D_V, 1, true, false, ADDED_MASKS},
     {"steep slopes", {700}, {700}, 4, 2, D_QK, D_V, 1, true, false, STEEP_SLOPES},
+    {"rising slopes", {300}, {640}, 4, 2, D_QK, D_V, 1, true, false, RISING_SLOPES},
 #else
     {"260 x 0", {260}, {0}, 2, 2, D_QK, D_V, 1, true, true, NORMAL},
 #endif

@@ -56,6 +56,15 @@ def test_other_calls():
     for names in (kernels_of(16, 16, h_kv=2, **bias), kernels_of(16, 16, options={"deterministic": True}, **bias)):
         assert "short" in names[0] and not any("short" in x for x in names[1:])
     assert "short" not in kernels_of(16, 16, options={"return_max_logits": True}, **bias)[0]
+    assert "short" not in kernels_of(16, 16, options={"softmax_scale": 1e30}, **bias)[0]
+    table = torch.empty(2, device="meta", requires_grad=True)
+
+    def by_score(q, k, v):
+        mod = lambda s, b, h, i, j: s + table[(s > 0).long()]  # noqa: E731
+        return flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mod)
+
+    names = kernels_of(16, 16, function=by_score)
+    assert "short" in names[0] and all("_any" in x for x in names[1:])
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------

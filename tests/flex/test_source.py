@@ -250,6 +250,17 @@ def test_derivatives_have_their_programs_values(keeps_sums, tmp_path):
         each.check(got, score, grad, make.__name__)
 
 
+def test_a_score_may_choose_the_element_of_a_gradient(tmp_path):
+    """Then pairs cannot be added up before: whoever knows the place has no score."""
+    table = torch.randn(2, requires_grad=True)
+    made = Derivative(lambda rng, shape: (lambda s, b, h, q, k: s * 0.5 + table[(s > 0).long()], None))
+    assert "#define FLEX_PARTS      0\n" in made.made[0]
+    score, grad = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    out = torch.empty(SHAPE)
+    run(made.made, tmp_path, out, score, grad, value="flex_derivative(*x, score[i], grad[i], b, h, q, k)")
+    made.check(out, score, grad, "a table")
+
+
 SLOPES, TABLE, BY_QUERY = torch.tensor([0.5, -0.25, 3.0]), torch.randn(3, 80), torch.randn(7)
 ADDERS = {  # score_mods that are the score plus something: the number of values of a head, and is the sum finite?
     "alibi": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), 1, True),

@@ -127,11 +127,12 @@ struct flex_values { long long words[1]; };
 struct flex_sums {};
 #define INDICES int b, int h, int i, int j
 DEVICE float flex_factor(int i, int j) { return FLEX_FACTOR ? (float)((i + j) % 7 - 3) : 1; }
-static enum { OF_PLACES, OF_MASKS, OF_SLOPES } added_scores;
+static enum { OF_PLACES, OF_MASKS, OF_SLOPES, OF_KEYS } added_scores;
 DEVICE float flex_score(const flex_values &, float x, INDICES, int j_step = -1) {
     if (j_step >= 0 && j_step % 2 != j % 2) return NAN;
-    if (added_scores == OF_MASKS) return x + (i / 150 == j / 150 ? 0 : h % 2 ? -1e4f : -3e38f);
+    if (added_scores == OF_MASKS) return x + (i / 150 == j / 150 && i >= 64 ? 0 : h % 2 ? -1e4f : -3e38f);
     if (added_scores == OF_SLOPES) return x - (h % 2 ? 0.7f : 2.0f) * fabsf((float)(i - j));
+    if (added_scores == OF_KEYS) return x + (h % 2 ? 0.5f : 0.7f) * (float)(700 - j);
     return x * flex_factor(i, j) - 0.01f * (float)((i + 3 * j + h + b) % 50);
 }
 DEVICE void flex_prefetch(const flex_values &, INDICES) {
