@@ -435,6 +435,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     TRY(check_sequences(c, &c->problem, err));
     TRY(read_sinks(c, err));
     if (pass == FA_BWD) {
+        for (int i = 7; i < 10 && c->problem.device == FA_CPU; i++) fa_ask_for_gradient(&c->tensors[i].t);
         TRY(read_gradients(c, err));
         c->problem.deterministic = PyObject_IsTrue(c->deterministic) == 1;
     }

@@ -38,7 +38,7 @@ static size_t bytes_of(int64_t ndim, const int64_t *size, const int64_t *stride,
 
 /* Most callers have just allocated the gradients. Pages that are in use stay as they are. q, k and v in one tensor have
  * gradients that are a third of the memory around them. In sparser views most pages belong to others. */
-static void ask_for_gradient(const fa_tensor *t) {
+void fa_ask_for_gradient(const fa_tensor *t) {
     enum { SPARSE = 4 };
     int64_t elements = 1;
     for (int64_t i = 0; i < t->ndim; i++) elements *= t->size[i];
@@ -253,7 +253,7 @@ fa_status fa_make_outputs(const fa_call *c, bool draw_seed, fa_problem *p, fa_ou
     outputs->num = 0;
     if (c->pass == FA_BWD) {
         const fa_tensor *gradients[] = {&c->dq, &c->dk, &c->dv};
-        for (int i = 0; i < 3 && p->device == FA_CPU; i++) ask_for_gradient(gradients[i]);
+        for (int i = 0; i < 3 && p->device == FA_CPU; i++) fa_ask_for_gradient(gradients[i]);
         status = make_softmax_d(c, p, outputs, err);
     } else {
         status = make_out(c, p, outputs, err);

@@ -23,6 +23,9 @@ fa_status fa_make_output(fa_outputs *outputs, const fa_tensor *like, int64_t ndi
                          const int64_t *stride, int32_t dtype, void **data, fa_error *err);
 void fa_drop_outputs(fa_outputs *outputs);
 
+/* Asks for large pages for a gradient of the CPU that the caller allocated. NULL data: nothing happens. */
+void fa_ask_for_gradient(const fa_tensor *t);
+
 /* The strides of torch.empty_like(t). */
 void fa_empty_like_strides(const fa_tensor *t, int64_t *stride);
 
