@@ -8,7 +8,7 @@
  *
  * Each lane holds one query, as in the forward (attn_fwd.h). product.h computes all five products.
  *
- *   softmax_d = delta, for every row
+ *   softmax_d = delta, for every row; if a task has one tile, the task itself finds it
  *   a task is one range of keys, or all ranges, of one (sequence, key/value head), with dK = dV = 0 [keys][d] in fp32:
  *     for each pass of a few tiles of rows and heads that see the task's keys:
  *       pack Q^T, dO^T [d][lanes] and Q, dO [lanes][d];  dQ^T [d][lanes] = 0, for each range
@@ -98,16 +98,26 @@ static void bwd_find_views(const bwd_task *t) {
     }
 }
 
-static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_programs *programs,
-                         flex_own_views *own_views, char *scratch) {
+/* What a worker needs for its tasks. */
+typedef struct {
+    fa_flex_programs programs;
+    flex_own_views own_views;
+    fa_flex_sums_at places[FA_FLEX_MAX_CAPTURES]; /* flex: where gradients of captures are added */
+    char *scratch;
+} bwd_worker;
+
+/* next: the next task of this worker; NULL: probably the next task of the list. */
+static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_task *next_task, bwd_worker *worker) {
+    char *const scratch = worker->scratch;
     const fa_bwd_layout *l = &job->layout;
     const fa_problem *p = job->p;
     bwd_task t = {.job = job,
                   .p = p,
                   .s = fa_sequence_at(p, task->b_idx),
                   .head_kv = task->head_kv,
-                  .programs = programs,
-                  .own_views = own_views,
+                  .programs = &worker->programs,
+                  .own_views = &worker->own_views,
+                  .places = worker->places,
                   .q_t = (float *)(scratch + l->q_t),
                   .dout_t = (float *)(scratch + l->dout_t),
                   .q = (float *)(scratch + l->q),
@@ -160,7 +170,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_flex_
                 t.num_steps += bwd_sees(job, &t.s, &t.tiles[i], t.block, t.block + l->block_kv);
             if (t.num_next > 0) bwd_list_keys(&t, next, t.next_rows);
             const bool is_last = next >= end_key && t.first_tile + l->tiles >= num_tiles;
-            t.next_task = is_last ? fa_next_task(job->list) : NULL;
+            t.next_task = !is_last ? NULL : next_task ? next_task : fa_next_task(job->list);
             for (int i = 0; i < t.num_tiles; i++) bwd_step_tile(&t, i);
             const char **rows = t.key_rows;
             t.key_rows = t.next_rows, t.next_rows = rows;
@@ -192,17 +202,30 @@ static void bwd_clear_copies(int64_t begin, int64_t end, void *ctx) {
     }
 }
 
-/* Flex: runs the chains of all copies that no other worker takes. places: where the derivative's scatters add. */
-static void bwd_run_copies(bwd_job *job, const fa_flex_programs *programs, fa_flex_sums_at *places,
-                           flex_own_views *own_views, char *scratch) {
-    const int64_t num = job->list->num_tasks, num_chains = job->num_chains;
+/* Flex: the next task of a copy behind task `at` of the list, of this chain or, if it is negative, of any. */
+static int64_t bwd_next_of_copy(const bwd_job *job, int64_t at, int64_t end, int64_t chain) {
+    do at++;
+    while (at < end && chain >= 0 && bwd_chain_of(job, &job->list->tasks[at]) != chain);
+    return at;
+}
+
+/* Flex: runs the chains of all copies that no other worker takes. The chains of a copy do not meet. If there are enough
+ * copies, and they are small, one worker runs all chains of a copy side by side, in the order of memory. */
+static void bwd_run_copies(bwd_job *job, bwd_worker *worker) {
+    enum { COPIES_OF_THREAD = 4, MOST_BYTES = 256 * 1024 };
+    const bool is_small = job->sums.num * (int64_t)sizeof(double) <= MOST_BYTES;
+    const bool takes_all = is_small && (job->threads == 1 || job->num_copies >= COPIES_OF_THREAD * job->threads);
+    const int64_t num = job->list->num_tasks, num_chains = takes_all ? 1 : job->num_chains;
     for (int64_t i;
          (i = atomic_fetch_add_explicit(&job->next_chain, 1, memory_order_relaxed)) < job->num_copies * num_chains;) {
-        const int64_t idx = i / num_chains, chain = i % num_chains;
-        fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, job->copies + idx * job->sums.num, places);
-        for (int64_t at = num * idx / job->num_copies; at < num * (idx + 1) / job->num_copies; at++)
-            if (bwd_chain_of(job, &job->list->tasks[at]) == chain)
-                bwd_run_task(job, &job->list->tasks[at], programs, own_views, scratch);
+        const int64_t idx = i / num_chains, chain = takes_all ? -1 : i % num_chains;
+        const int64_t begin = num * idx / job->num_copies, end = num * (idx + 1) / job->num_copies;
+        fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, job->copies + idx * job->sums.num, worker->places);
+        for (int64_t at = bwd_next_of_copy(job, begin - 1, end, chain), next; at < end; at = next) {
+            next = bwd_next_of_copy(job, at, end, chain);
+            const fa_task *tasks = job->list->tasks;
+            bwd_run_task(job, &tasks[at], &tasks[next < end ? next : at], worker);
+        }
     }
 }
 
@@ -215,29 +238,27 @@ static void bwd_add_copies(int64_t begin, int64_t end, void *ctx) {
 
 static void bwd_run_workers(int64_t begin, int64_t end, void *ctx) {
     bwd_job *job = ctx;
-    fa_flex_programs programs;
-    flex_own_views own_views;
-    own_views.next = 0;
-    if (!fa_flex_make_programs(job->p, job->isa, false, &programs)) {
+    bwd_worker worker;
+    worker.own_views.next = 0;
+    if (!fa_flex_make_programs(job->p, job->isa, false, &worker.programs)) {
         atomic_store(&job->failed, true);
         return;
     }
-    fa_flex_sums_at places[FA_FLEX_MAX_CAPTURES];
     if (fa_flex_of(job->p) && job->sums.is_wanted) {
-        fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, NULL, places);
-        fa_flex_scatter_to(programs.derivative, places);
+        fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, NULL, worker.places);
+        fa_flex_scatter_to(worker.programs.derivative, worker.places);
     }
     vec_mode mode = vec_enter();
     product_enter();
     for (int64_t w = begin; w < end; w++) {
-        char *scratch = job->scratch + (size_t)w * job->layout.scratch_bytes;
-        if (job->num_copies > 0) bwd_run_copies(job, &programs, places, &own_views, scratch);
+        worker.scratch = job->scratch + (size_t)w * job->layout.scratch_bytes;
+        if (job->num_copies > 0) bwd_run_copies(job, &worker);
         for (const fa_task *task; job->num_copies == 0 && (task = fa_take_task(job->list));)
-            bwd_run_task(job, task, &programs, &own_views, scratch);
+            bwd_run_task(job, task, NULL, &worker);
     }
     product_leave();
     vec_leave(mode);
-    fa_flex_free_programs(&programs);
+    fa_flex_free_programs(&worker.programs);
 }
 
 /* dQ of one tile. The slabs of the ranges that the tile sees are summed in their order, into the first of these
@@ -248,7 +269,7 @@ static void bwd_sum_tile(const bwd_job *job, const fa_sequence *s, int64_t head_
     float *slabs[FA_MAX_RANGES];
     int num_slabs = 0;
     bwd_place_lanes(job->p, s, head_kv, l->block_q, idx, &tile);
-    bwd_measure_lanes(job->p, s, &tile);
+    bwd_measure_lanes(job->p, s, false, &tile);
     for (int r = 0; r < l->ranges; r++) {
         int64_t begin, end;
         fa_bwd_ranges(s, l->block_kv, l->ranges, r, r + 1, &begin, &end);
@@ -287,6 +308,7 @@ static void bwd_start_flex(bwd_job *job, fa_task *tasks, int64_t num_tasks) {
     const fa_bwd_layout *l = &job->layout;
     const int64_t g = p->h / p->h_kv;
     job->sums = fa_flex_sums_of(p, true);
+    job->adds_bias = fa_flex_bias_of(p, job->isa, &job->bias);
     job->copies = (double *)((char *)job->slabs + l->slabs_bytes);
     job->num_chains = fa_flex_num_chains(p, &job->sums, l->shares);
     job->num_copies = job->sums.num > 0 ? fa_flex_num_copies(&job->sums, num_tasks, job->num_chains) : 0;
@@ -326,15 +348,16 @@ static bool attn_bwd(const fa_problem *p, const fa_plan *plan, void *workspace, 
                    .softcap = (float)(p->softcap * LOG2_E),
                    .kept = p->dropout_p > 0 ? (float)(1 / (1 - p->dropout_p)) : 1.0f,
                    .drops = p->dropout_p > 0 && p->keep_max < 255,
+                   .finds_delta = fa_bwd_finds_delta(p, plan->block_q, shares),
                    .isa = plan->cpu.isa};
     job.slabs = (float *)(job.scratch + (size_t)plan->cpu.threads * job.layout.scratch_bytes);
     if (fa_flex_of(p)) bwd_start_flex(&job, tasks, num_tasks);
     /* Copies of gradients belong to tasks in their first order. */
     if (plan->cpu.threads > 1 && job.num_copies == 0) fa_sort_tasks(tasks, num_tasks);
     const bool has_copies = job.num_copies > 0;
-    void (*const steps[])(int64_t, int64_t, void *) = {bwd_delta, has_copies ? bwd_clear_copies : NULL, bwd_run_workers,
-                                                       p->dq.data && shares > 1 ? bwd_sum_slabs : NULL,
-                                                       has_copies ? bwd_add_copies : NULL};
+    void (*const steps[])(int64_t, int64_t, void *) = {
+        job.finds_delta ? NULL : bwd_delta, has_copies ? bwd_clear_copies : NULL, bwd_run_workers,
+        p->dq.data && shares > 1 ? bwd_sum_slabs : NULL, has_copies ? bwd_add_copies : NULL};
     bool is_done = true;
     for (int i = 0; i < 5 && is_done && !job.failed; i++) {
         if (!steps[i]) continue;

@@ -25,6 +25,8 @@
 #include "bwd_rows_patches.h"
 #include "bwd_task.h"
 #include "elementwise_bwd.h"
+#include "flex_bias.h"
+#include "flex_step_bwd.h"
 
 typedef struct {
     const fa_problem *p;
@@ -33,8 +35,12 @@ typedef struct {
     float *partials;
     int64_t num_shares, num_tasks;
     int threads;
-    _Atomic int64_t next_task; /* the first task that no worker has taken */
+    _Atomic int64_t next_part; /* the first task, or the first copy, that no worker has taken */
     float scale, softcap;      /* scale of the product, and softcap in units of log2 */
+    fa_flex_bias bias;         /* flex */
+    fa_flex_sums sums;         /* flex: of the gradient of the bias */
+    double *copies;            /* [num_copies][sums.num] */
+    int64_t num_copies;        /* 0: tasks write the gradient, or there is none */
 } bwd_rows_job;
 
 /* ---- open a task ---- */
@@ -151,6 +157,45 @@ static void find_exact_heads(bwd_rows_task *b) {
         if (poison[lane] != 0.0f) b->exact |= UINT64_C(1) << lane / t->rows;
 }
 
+/* Flex: S and dP become P and dS, with a bias and its gradient. */
+static void bias_gradients_of_block(const bwd_rows_job *job, bwd_rows_task *b, const fa_flex_sums_at *sums) {
+    decode_task *t = &b->t;
+    const fa_flex_bias *bias = &job->bias;
+    const int64_t n = t->num_keys, even = round_up(n, 2), lanes = t->lanes;
+    float *values = b->scratch->bias;
+    int64_t at[FA_BWD_ROWS_LANES];
+    fa_flex_lines lines = {.at = at, .stride = lanes, .num_lanes = (int)lanes, .num_lines = (int)n};
+    for (int64_t lane = 0; lane < lanes; lane++)
+        at[lane] = fa_flex_place_of(&bias->of_value, t->s.b_idx, b->head[lane], b->row[lane], t->block);
+    lines.along = bias->of_value.kv;
+    bias->operations->load_bias(&lines, bias->data, bias->dtype, values);
+    for (int64_t i = n * lanes; i < even * lanes; i++) { /* a key behind the last one, which no row sees */
+        values[i] = -INFINITY;
+        t->scores[i] = b->scratch->dprob[i] = 0.0f;
+    }
+    const float scale = (float)t->p->scale;
+    for (int64_t i = 0; i < n * lanes && b->exact; i++)
+        b->scratch->hidden[i] = t->scores[i] * scale + values[i] == -INFINITY;
+    b->hides = b->exact;
+    flex_bias_gradients(&(gradient_args){.scores = t->scores,
+                                         .dprob = b->scratch->dprob,
+                                         .p_rows = t->scores,
+                                         .ds_rows = b->scratch->dprob,
+                                         .row_stride = lanes,
+                                         .ds_words = b->scratch->ds_words,
+                                         .lanes = lanes,
+                                         .num_keys = even,
+                                         .lse = b->lse,
+                                         .delta = b->delta,
+                                         .scale = scale},
+                        NULL, values);
+    if (!sums->fp64 && !sums->fp32) return;
+    for (int64_t lane = 0; lane < lanes; lane++)
+        at[lane] = fa_flex_place_of(&bias->of_sum, t->s.b_idx, b->head[lane], b->row[lane], t->block);
+    lines.along = bias->of_sum.kv;
+    bias->operations->add_to_bias(&lines, *sums, values);
+}
+
 /* S and dP become P and dS. */
 static void gradients_of_block(const bwd_rows_job *job, bwd_rows_task *b) {
     decode_task *t = &b->t;
@@ -210,7 +255,8 @@ static void write_block(const bwd_rows_task *b, const fa_view *grad, const fa_vi
     write_keys(b, &x);
 }
 
-static void run_block(const bwd_rows_job *job, bwd_rows_task *b, int64_t block, int64_t n) {
+static void run_block(const bwd_rows_job *job, bwd_rows_task *b, const fa_flex_sums_at *sums, int64_t block,
+                      int64_t n) {
     decode_task *t = &b->t;
     const fa_problem *p = t->p;
     void (*const scores)(decode_task *, const decode_scores *) = decode_patches_of(p->dtype, t->rows).scores;
@@ -229,7 +275,10 @@ static void run_block(const bwd_rows_job *job, bwd_rows_task *b, int64_t block, 
                                .scale = 1,
                                .out = b->scratch->dprob});
     find_exact_heads(b);
-    gradients_of_block(job, b);
+    if (fa_flex_of(p))
+        bias_gradients_of_block(job, b, sums);
+    else
+        gradients_of_block(job, b);
     for (int64_t head = 0; head < t->num_heads && p->dq.data; head++) add_queries(b, head);
     write_block(b, &p->dk, &p->q, b->q_words, b->scratch->dprob, p->d, t->q_columns, (float)p->scale);
     write_block(b, &p->dv, &p->dout, b->dout_words, t->scores, p->d_v, t->columns, 1.0f);
@@ -275,7 +324,9 @@ static void write_queries(const bwd_rows_task *b) {
     }
 }
 
-static void run_rows_task(const bwd_rows_job *job, bwd_rows_task *b, int64_t b_idx, int64_t idx) {
+/* sums: where the gradient of a bias is added. */
+static void run_rows_task(const bwd_rows_job *job, bwd_rows_task *b, const fa_flex_sums_at *sums, int64_t b_idx,
+                          int64_t idx) {
     const fa_problem *p = job->p;
     decode_task *t = &b->t;
     t->p = p, t->s = fa_sequence_at(p, b_idx), t->rows = fa_bwd_rows_of(p, &t->s, WORD_ELEMS);
@@ -284,6 +335,7 @@ static void run_rows_task(const bwd_rows_job *job, bwd_rows_task *b, int64_t b_i
     const int64_t num_ranges = (p->h_kv + heads - 1) / heads, share = idx / num_ranges;
     const int64_t block_keys = fa_bwd_rows_block(p, t->rows);
     const bool is_alone = fa_bwd_rows_num_shares(&t->s) == 1;
+    b->hides = false;
     t->head_kv = idx % num_ranges * heads;
     t->num_heads = p->h_kv - t->head_kv < heads ? p->h_kv - t->head_kv : heads;
     b->dq = is_alone
@@ -294,26 +346,49 @@ static void run_rows_task(const bwd_rows_job *job, bwd_rows_task *b, int64_t b_i
     find_keys_of_share(b);
     write_no_gradient(b, b->keys_begin, b->first_key);
     for (int64_t block = b->first_key; block < b->end_key; block += block_keys)
-        run_block(job, b, block, b->end_key - block < block_keys ? b->end_key - block : block_keys);
+        run_block(job, b, sums, block, b->end_key - block < block_keys ? b->end_key - block : block_keys);
     write_no_gradient(b, b->end_key, b->keys_end);
     if (!p->dq.data) return;
     order_columns(b);
     if (is_alone) write_queries(b);
 }
 
+/* Where the gradient of the bias is added, in a copy of the sums. */
+static fa_flex_sums_at sums_of_rows(const bwd_rows_job *job, double *copy) {
+    fa_flex_sums_at places[FA_FLEX_MAX_CAPTURES];
+    if (!fa_flex_of(job->p) || !job->sums.is_wanted || job->bias.capture < 0) return (fa_flex_sums_at){NULL, NULL};
+    fa_flex_point_at_sums(fa_flex_of(job->p), &job->sums, copy, places);
+    return places[job->bias.capture];
+}
+
+/* Workers take tasks, or copies of the sums with the tasks of a copy. */
 static void run_rows_workers(int64_t begin, int64_t end, void *ctx) {
     bwd_rows_job *job = ctx;
+    const int64_t num_parts = job->num_copies > 0 ? job->num_copies : job->num_tasks;
     vec_mode mode = vec_enter();
     for (int64_t w = begin; w < end; w++) {
         bwd_rows_task b; /* 90 KB; only what the steps write is read */
         b.scratch = job->scratch + w;
-        for (int64_t task, b_idx = 0;
-             (task = atomic_fetch_add_explicit(&job->next_task, 1, memory_order_relaxed)) < job->num_tasks;) {
-            while (job->first_task[b_idx + 1] <= task) b_idx++;
-            run_rows_task(job, &b, b_idx, task - job->first_task[b_idx]);
+        for (int64_t part, b_idx = 0;
+             (part = atomic_fetch_add_explicit(&job->next_part, 1, memory_order_relaxed)) < num_parts;) {
+            double *const copy = job->num_copies > 0 ? job->copies + part * job->sums.num : NULL;
+            const fa_flex_sums_at sums = sums_of_rows(job, copy);
+            if (copy) memset(copy, 0, (size_t)job->sums.num * sizeof *copy);
+            const int64_t task_end = job->num_tasks * (part + 1) / num_parts;
+            for (int64_t task = job->num_tasks * part / num_parts; task < task_end; task++) {
+                while (job->first_task[b_idx + 1] <= task) b_idx++;
+                run_rows_task(job, &b, &sums, b_idx, task - job->first_task[b_idx]);
+            }
         }
     }
     vec_leave(mode);
+}
+
+static void add_rows_copies(int64_t begin, int64_t end, void *ctx) {
+    const bwd_rows_job *job = ctx;
+    for (int64_t w = begin; w < end; w++)
+        fa_flex_add_sums(fa_flex_of(job->p), &job->sums, job->copies, job->num_copies, job->sums.num * w / job->threads,
+                         job->sums.num * (w + 1) / job->threads);
 }
 
 /* ---- the sum over shares ---- */
@@ -356,9 +431,19 @@ static bool attn_bwd_rows(const fa_problem *p, const fa_plan *plan, void *worksp
                         .scale = score_scale(p, 0, 0),
                         .softcap = (float)(p->softcap * LOG2_E)};
     job.partials = (float *)(job.scratch + threads);
+    if (fa_flex_of(p)) {
+        fa_flex_bias_of(p, plan->cpu.isa, &job.bias);
+        job.sums = fa_flex_sums_of(p, true);
+        job.copies = (double *)(job.partials + sizes.partial_floats);
+        job.num_copies = fa_bwd_rows_num_copies(&job.sums, sizes.num_tasks);
+    }
     if (threads <= 1)
         run_rows_workers(0, 1, &job);
     else if (!pool->parallel_for(threads, run_rows_workers, &job))
+        return false;
+    if (job.num_copies > 0 && threads <= 1)
+        add_rows_copies(0, 1, &job);
+    else if (job.num_copies > 0 && !pool->parallel_for(threads, add_rows_copies, &job))
         return false;
     if (sizes.partial_floats == 0) return true;
     if (threads > 1 && (size_t)sizes.partial_floats * sizeof(float) > combine_alone_bytes)

@@ -116,11 +116,11 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
     l.dprob = fa_take(&at, pairs * 4);
     l.ds_words = fa_take(&at, word_elems == 2 ? pairs * 2 : 0);
     l.bytes = fa_take(&at, p->dropout_p > 0 || fa_flex_of(p) ? pairs : 0);
-    l.bias = fa_take(&at, p->bias.data ? pairs * 4 : 0);
+    l.bias = fa_take(&at, p->bias.data || fa_flex_of(p) ? pairs * 4 : 0);
     l.dk = fa_take(&at, l.task_keys * columns * 4);
     l.dv = fa_take(&at, l.task_keys * v_columns * 4);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
-    l.pieces = fa_take(&at, (4 * block_kv + 3 * block_q) * fetch_pieces(widest * 4) * (int64_t)sizeof(void *));
+    l.pieces = fa_take(&at, (4 * block_kv + 4 * block_q) * fetch_pieces(widest * 4) * (int64_t)sizeof(void *));
     l.tile = fa_take(&at, tiles * (int64_t)sizeof(fa_bwd_tile));
     l.scratch_bytes = at;
     if (shares > 1) {
@@ -138,6 +138,13 @@ static inline int fa_bwd_shares(const fa_problem *p, int ranges, int threads) {
     const int64_t tasks_of_thread = 8, most_narrow_keys = 4096;
     const bool enough = threads == 1 || p->b * p->h_kv >= tasks_of_thread * threads;
     return enough && (p->d > 64 || p->len_kv <= most_narrow_keys) ? 1 : ranges;
+}
+
+/* Whether tasks find delta of their rows. Then each row belongs to one task, and the task before prefetches the rows of
+ * O. */
+static inline bool fa_bwd_finds_delta(const fa_problem *p, int block_q, int shares) {
+    const fa_sequence longest = {.len_q = p->len_q};
+    return shares == 1 && fa_num_tiles(p, &longest, block_q) <= 1;
 }
 
 /* The bytes of all copies of the sums of gradients of captures. */

@@ -21,6 +21,7 @@ typedef struct {
     float *dq;                         /* [lanes][q_columns]; bf16 words leave the order of vec_interleave */
     float *ds_words;                   /* dS as words along the keys */
     uint64_t exact;                    /* bits of the heads whose pairs are taken one by one in this block */
+    bool hides;                        /* flex: scratch->hidden tells the pairs of this block with a score of -inf */
     int64_t keys_begin, keys_end;      /* keys of the share */
     int64_t first_key, end_key;        /* some row sees these keys of the share */
     float lse[FA_BWD_ROWS_LANES], delta[FA_BWD_ROWS_LANES];
@@ -29,7 +30,8 @@ typedef struct {
 } bwd_rows_task;
 
 static bool sees(const bwd_rows_task *b, int64_t lane, int64_t key) {
-    return b->first[lane] <= b->t.block + key && b->t.block + key < b->end[lane];
+    return b->first[lane] <= b->t.block + key && b->t.block + key < b->end[lane] &&
+           !(b->hides && b->scratch->hidden[key * b->t.lanes + lane]);
 }
 
 /* ---- dQ += dS K ---- */
@@ -67,7 +69,7 @@ INLINE void add_queries_of(const bwd_rows_task *b, int64_t head, fa_dtype DTYPE)
         for (int64_t r = 0; r < t->rows; r += 4)
             values_rows(4, lanes, dq + r * columns, d, columns, keys, nothing, offset, words + r, num_words, DTYPE);
 }
-static void add_queries(const bwd_rows_task *b, int64_t head) { WITH_DTYPE(b->t.p->dtype, add_queries_of, b, head); }
+OUTLINE void add_queries(const bwd_rows_task *b, int64_t head) { WITH_DTYPE(b->t.p->dtype, add_queries_of, b, head); }
 
 /* ---- dK, dV ---- */
 

@@ -5,11 +5,15 @@
  *
  *   first_task [b + 1], first_partial [b + 1]     where the tasks and the partials of a sequence begin
  *   a scratch for each worker
- *   partials: dQ of a share, [h_kv][rows][columns]; only of sequences of several shares */
+ *   partials: dQ of a share, [h_kv][rows][columns]; only of sequences of several shares
+ *   flex: copies of the sums of the gradient of a bias
+ *
+ * The tasks of a copy run one after the other. So with flex the tasks do not depend on the threads. */
 #ifndef FA_CPU_BWD_ROWS_PLAN_H
 #define FA_CPU_BWD_ROWS_PLAN_H
 
 #include "decode_plan.h"
+#include "flex_gradients.h"
 
 #define FA_BWD_ROWS_KEYS  512 /* keys of a share, about */
 #define FA_BWD_ROWS_LANES 64  /* most rows of a task, of all its heads */
@@ -23,7 +27,8 @@ typedef struct {
     float q_pairs[FA_BWD_ROWS_FLOATS], dout_pairs[FA_BWD_ROWS_FLOATS]; /* words that join two rows; of bf16 words */
     float dprob[FA_DECODE_BLOCK * FA_BWD_ROWS_LANES];                  /* [keys][lanes]: dP, then dS */
     float ds_words[FA_DECODE_BLOCK * FA_BWD_ROWS_LANES / 2];           /* dS as words along the keys */
-    float bias[FA_DECODE_BLOCK * FA_BWD_ROWS_LANES];
+    float bias[FA_DECODE_BLOCK * FA_BWD_ROWS_LANES];                   /* flex: then its gradient */
+    uint8_t hidden[FA_DECODE_BLOCK * FA_BWD_ROWS_LANES];               /* flex */
 } fa_bwd_rows_scratch;
 
 /* The rows of one key/value head, padded to a number that the products unroll. */
@@ -44,7 +49,7 @@ static inline int64_t fa_bwd_rows_most_heads(const fa_problem *p, int64_t rows) 
 /* The same, if each of several threads shall have two tasks. num_shares: of all sequences. */
 static inline int64_t fa_bwd_rows_heads(const fa_problem *p, int64_t rows, int64_t num_shares, int threads) {
     int64_t heads = fa_bwd_rows_most_heads(p, rows);
-    while (threads > 1 && heads > 1 && num_shares * ((p->h_kv + heads - 1) / heads) < 2 * threads)
+    while (threads > 1 && !fa_flex_of(p) && heads > 1 && num_shares * ((p->h_kv + heads - 1) / heads) < 2 * threads)
         heads = (heads + 1) / 2;
     return heads;
 }
@@ -99,6 +104,18 @@ static inline fa_bwd_rows_sizes fa_bwd_rows_count(const fa_problem *p, int word_
     }
     if (first_task) first_task[p->b] = r.num_tasks, first_partial[p->b] = r.partial_floats;
     return r;
+}
+
+/* The copies of the sums of gradients. Each takes tasks that lie side by side. 0: there are no sums. */
+static inline int64_t fa_bwd_rows_num_copies(const fa_flex_sums *sums, int64_t num_tasks) {
+    const int64_t tasks_of_copy = 4;
+    return sums->num == 0 ? 0 : fa_flex_num_copies(sums, num_tasks / tasks_of_copy, 1);
+}
+
+static inline size_t fa_bwd_rows_copies_bytes(const fa_problem *p, int64_t num_tasks) {
+    if (!fa_flex_of(p)) return 0;
+    const fa_flex_sums sums = fa_flex_sums_of(p, true);
+    return (size_t)(fa_bwd_rows_num_copies(&sums, num_tasks) * sums.num) * sizeof(double);
 }
 
 /* Where the scratch begins. */

@@ -8,18 +8,19 @@
 #include "elementwise_bwd.h"
 #include "flex_step_bwd.h"
 
-/* grad[key] += words[key] . rows over the lanes, for keys [begin, end) of the block. Rows of grad and rows hold d
+/* grad[key] += words[key] . rows over the valid lanes, for keys [begin, end) of the block. Rows of grad and rows hold d
  * elements in `columns`. A strip of keys takes only the range of lanes that see the strip, because on the diagonal half
  * of the lanes see nothing. */
-static void bwd_add_keys(bwd_task *t, int64_t lanes, const fa_lane_bounds *bounds, float *grad, const float *words,
-                         int64_t word_stride, const float *rows, int64_t d, int64_t columns, int64_t begin,
-                         int64_t end) {
+static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, const fa_lane_bounds *bounds, float *grad,
+                         const float *words, int64_t word_stride, const float *rows, int64_t d, int64_t columns,
+                         int64_t begin, int64_t end) {
     const int64_t strip = bounds ? PRODUCT_STRIP_A : end - begin, key_0 = t->block - t->keys_begin;
     for (int64_t key = begin; key < end; key += strip) {
         const int64_t stop = key + strip < end ? key + strip : end;
-        int64_t lane = 0, lane_end = lanes;
-        if (bounds) fa_lanes_that_see(bounds, lanes, key, stop, &lane, &lane_end);
-        if (lane == lane_end) continue;
+        int64_t lane = 0, lane_end = tile->lanes;
+        if (bounds) fa_lanes_that_see(bounds, tile->lanes, key, stop, &lane, &lane_end);
+        if (lane_end > tile->valid_lanes && PRODUCT_STRIP_K == 1) lane_end = tile->valid_lanes; /* AMX takes strips */
+        if (lane >= lane_end) continue;
         const int64_t word = lane / WORD_ELEMS / PRODUCT_STRIP_K * PRODUCT_STRIP_K;
         const int64_t word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
         product_add(&(product_args){.a = words + key * word_stride + word,
@@ -48,10 +49,14 @@ static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, c
     }
 }
 
-/* Whether some valid lane does not see every key of [begin, end) of the block. */
+/* Whether some valid lane does not see every key of [begin, end) of the block, as far as there are keys. */
 static bool bwd_is_masked(const bwd_task *t, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
-    return tile->common_first > t->block + begin || tile->common_end < t->block + end;
+    const int64_t stop = t->block + end < t->s.len_kv ? t->block + end : t->s.len_kv;
+    return tile->common_first > t->block + begin || tile->common_end < stop;
 }
+
+/* Whether there is a key behind the last one, because the number of keys is even. Its K and V are zeros. */
+static bool bwd_is_odd(const bwd_task *t, int64_t end) { return t->block + end > t->s.len_kv; }
 
 /* Whether there are lanes without a row. Without a mask their zeros times infinite keys would be NaN. */
 static bool bwd_is_padded(const fa_bwd_tile *tile) { return tile->lanes > tile->valid_lanes; }
@@ -87,6 +92,34 @@ static bool bwd_flex_look(const bwd_task *t, fa_bwd_tile *tile, flex_sight *sigh
  * enough. */
 static bool bwd_runs_flex(const bwd_task *t, const fa_bwd_tile *tile, const flex_sight *sight) {
     return t->programs->score || t->programs->derivative || !bwd_is_finite(t, tile) || sight->has_gaps;
+}
+
+/* Flex: whether the step of the tile is that of a bias. Elements that are not finite need bytes of the masked pairs. */
+static bool bwd_adds_bias(const bwd_task *t, const fa_bwd_tile *tile) {
+    return t->job->adds_bias && bwd_is_finite(t, tile);
+}
+
+/* Flex: S and dP become P and dS, with a bias and its gradient. */
+static void bwd_step_bias(const bwd_task *t, const fa_bwd_tile *tile, gradient_args *args, const uint8_t *hidden) {
+    const fa_flex_bias *bias = &t->job->bias;
+    const int64_t lanes = args->lanes, first = t->block + args->key, rest = t->s.len_kv - first;
+    const int64_t num_keys = rest < args->num_keys ? rest : args->num_keys;
+    int64_t at[FA_MAX_BLOCK_Q_BWD];
+    fa_flex_lines lines = {.at = at, .stride = lanes, .num_lanes = (int)lanes, .num_lines = (int)num_keys};
+    for (int64_t lane = 0; lane < lanes; lane++)
+        at[lane] = fa_flex_place_of(&bias->of_value, t->s.b_idx, tile->head[lane], tile->row[lane], first);
+    lines.along = bias->of_value.kv;
+    bias->operations->load_bias(&lines, bias->data, bias->dtype, t->bias);
+    for (int64_t i = num_keys * lanes; i < args->num_keys * lanes; i++)
+        t->bias[i] = -INFINITY; /* behind the last key */
+    args->scale = (float)t->p->scale;
+    flex_bias_gradients(args, hidden, t->bias);
+    if (bias->capture < 0 || !t->job->sums.is_wanted) return;
+    for (int64_t lane = 0; lane < lanes; lane++)
+        at[lane] = fa_flex_place_of(&bias->of_sum, t->s.b_idx, tile->head[lane], tile->row[lane], first);
+    lines.along = bias->of_sum.kv;
+    const fa_flex_sums_at to = t->places[bias->capture];
+    if (to.fp64 || to.fp32) bias->operations->add_to_bias(&lines, to, t->bias);
 }
 
 /* S and dP of keys [begin, end) of the block become P and dS. i is the number of the tile. */
@@ -131,29 +164,31 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, const 
     }
     for (int lane = 0; lane < lanes && p->alibi_slopes; lane++)
         diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
-    const gradient_args args = {.scores = scores.c,
-                                .dprob = dprob.c,
-                                .p_rows = p_rows,
-                                .ds_rows = ds_rows,
-                                .row_stride = row_stride,
-                                .ds_words = t->ds_words + begin / 2 * lanes,
-                                .lanes = lanes,
-                                .num_keys = num_keys,
-                                .key = begin,
-                                .lse = tile->lse,
-                                .delta = tile->delta,
-                                .bytes = job->drops ? t->bytes + begin * lanes : NULL,
-                                .keep_max = p->keep_max,
-                                .scale = job->scale,
-                                .kept = job->kept,
-                                .options = {.softcap = job->softcap,
-                                            .slope = p->alibi_slopes ? tile->slope : NULL,
-                                            .diagonal = diagonal,
-                                            .bias = p->bias.data ? t->bias : NULL,
-                                            .first = bounds->first,
-                                            .end = bounds->end,
-                                            .masked = masked || bwd_is_padded(tile)}};
-    if (runs_flex) {
+    gradient_args args = {.scores = scores.c,
+                          .dprob = dprob.c,
+                          .p_rows = p_rows,
+                          .ds_rows = ds_rows,
+                          .row_stride = row_stride,
+                          .ds_words = t->ds_words + begin / 2 * lanes,
+                          .lanes = lanes,
+                          .num_keys = num_keys,
+                          .key = begin,
+                          .lse = tile->lse,
+                          .delta = tile->delta,
+                          .bytes = job->drops ? t->bytes + begin * lanes : NULL,
+                          .keep_max = p->keep_max,
+                          .scale = job->scale,
+                          .kept = job->kept,
+                          .options = {.softcap = job->softcap,
+                                      .slope = p->alibi_slopes ? tile->slope : NULL,
+                                      .diagonal = diagonal,
+                                      .bias = p->bias.data ? t->bias : NULL,
+                                      .first = bounds->first,
+                                      .end = bounds->end,
+                                      .masked = masked || bwd_is_padded(tile) || bwd_is_odd(t, end)}};
+    if (runs_flex && bwd_adds_bias(t, tile)) {
+        bwd_step_bias(t, tile, &args, masked ? t->bytes + begin * lanes : NULL);
+    } else if (runs_flex) {
         const flex_tile x = bwd_flex_tile(t, tile);
         const float scale = t->programs->score ? (float)p->scale : job->scale;
         flex_gradients(&x, scores.c, dprob.c, begin, end, scale, tile->lse, tile->delta, t->bytes,
@@ -181,8 +216,9 @@ static void bwd_fetch_task(bwd_task *t, const fa_task *task) {
     for (int64_t i = 0; i < num_lanes; i++) {
         const int64_t head = next.head_kv * g + i % g;
         const char *rows[] = {bwd_query_row(p, &next.s, &p->q, i / g, head),
-                              bwd_query_row(p, &next.s, &p->dout, i / g, head)};
-        fetch_later(&t->soon, rows, 2, row_bytes);
+                              bwd_query_row(p, &next.s, &p->dout, i / g, head),
+                              bwd_query_row(p, &next.s, &p->o, i / g, head)};
+        fetch_later(&t->soon, rows, t->job->finds_delta ? 3 : 2, row_bytes);
     }
 }
 
@@ -240,7 +276,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
     begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last key are zeros */
     bwd_fetch_during(t, i, end - begin);
     const bool masked = bwd_is_masked(t, tile, begin, end);
-    if (!fa_flex_of(p) && (masked || bwd_is_padded(tile)))
+    if (!fa_flex_of(p) && (masked || bwd_is_padded(tile) || bwd_is_odd(t, end)))
         fa_bound_lanes(&bounds, tile->first, tile->end, lanes, t->block, l->block_kv);
 
     /* Rows of P and dS are half as long for bf16. If the scores of a strip stay in the first-level cache, the rows lie
@@ -252,7 +288,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
         dropout_bytes(t->bytes, lanes, begin, end, p->seed,
                       fa_dropout_stream(p->offset, t->s.b_idx, p->h, tile->head[0]), tile->row[0], t->block);
     const bool runs_flex = fa_flex_of(p) && bwd_runs_flex(t, tile, &sight);
-    if (runs_flex) {
+    if (runs_flex && (masked || !bwd_adds_bias(t, tile))) {
         const flex_tile x = bwd_flex_tile(t, tile);
         flex_hide(&x, &sight, &bounds, begin, end, t->bytes);
     }
@@ -266,8 +302,8 @@ static void bwd_step_tile(bwd_task *t, int i) {
     const fa_lane_bounds *seen = masked ? &bounds : NULL;
     const int64_t columns = l->columns, v_columns = l->v_columns;
     if (p->dv.data)
-        bwd_add_keys(t, lanes, seen, t->dv, p_rows, row_stride, t->dout + v_at, p->d_v, v_columns, begin, end);
-    if (p->dk.data) bwd_add_keys(t, lanes, seen, t->dk, ds_rows, row_stride, t->q + at, p->d, columns, begin, end);
+        bwd_add_keys(t, tile, seen, t->dv, p_rows, row_stride, t->dout + v_at, p->d_v, v_columns, begin, end);
+    if (p->dk.data) bwd_add_keys(t, tile, seen, t->dk, ds_rows, row_stride, t->q + at, p->d, columns, begin, end);
     if (p->dv.data && !tile->dout_finite)
         bwd_add_keys_nonfinite(t, tile, &p->dout, t->dv, p_rows, row_stride, p->d_v, v_columns, begin, end);
     if (p->dk.data && !tile->q_finite)

@@ -6,6 +6,7 @@
 #include "pool.h"
 #include "bwd_layout.h"
 #include "elementwise.h"
+#include "flex_bias.h"
 #include "flex_step.h"
 #include "lanes.h"
 #include "nonfinite.h"
@@ -21,8 +22,11 @@ typedef struct {
     float scale, softcap; /* scale of the product, and softcap in units of log2 */
     float kept;           /* 1 / (1 - dropout_p) */
     bool drops;           /* dropout is on, and keep_max allows a drop */
+    bool finds_delta;     /* tasks find delta of their rows */
     fa_isa isa;
-    fa_flex_seen seen;          /* flex */
+    fa_flex_seen seen; /* flex */
+    bool adds_bias;    /* flex: the score_mod is `bias` */
+    fa_flex_bias bias;
     fa_flex_sums sums;          /* flex: of the gradients of captures */
     double *copies;             /* [num_copies][sums.num] */
     int64_t num_copies;         /* 0: no gradient of a capture is a sum of tasks */
@@ -54,6 +58,7 @@ typedef struct {
     fetch_queue soon;
     const fa_flex_programs *programs; /* flex */
     flex_own_views *own_views;        /* flex */
+    const fa_flex_sums_at *places;    /* flex: [captures], where gradients of captures are added */
 } bwd_task;
 
 static inline char *bwd_query_row(const fa_problem *p, const fa_sequence *s, const fa_view *view, int64_t row,
@@ -118,8 +123,9 @@ static void bwd_place_lanes(const fa_problem *p, const fa_sequence *s, int64_t h
     tile->lanes = (int)round_up(tile->valid_lanes, FA_PATCH_ROWS);
 }
 
-/* Sets the keys that the lanes see, and lse and delta of the lanes. Padding lanes see no key and have lse +inf. */
-static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_tile *tile) {
+/* Sets the keys that the lanes see, and lse and delta of the lanes. Padding lanes see no key and have lse +inf.
+ * finds_delta: softmax_d is written and not read. */
+static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, bool finds_delta, fa_bwd_tile *tile) {
     tile->first_key = tile->common_end = INT64_MAX;
     tile->end_key = tile->common_first = 0;
     tile->is_idle = false;
@@ -134,8 +140,10 @@ static void bwd_measure_lanes(const fa_problem *p, const fa_sequence *s, fa_bwd_
             tile->delta[lane] = 0.0f;
             tile->is_idle = true;
             if (valid) tile->common_end = 0;
+            if (valid && finds_delta) *fa_row_stat(&p->softmax_d, s, row, head) = 0.0f;
             continue;
         }
+        if (finds_delta) *fa_row_stat(&p->softmax_d, s, row, head) = bwd_delta_of_row(p, s, row, head);
         tile->lse[lane] = (float)(*fa_row_stat(&p->lse, s, row, head) * LOG2_E);
         tile->delta[lane] = *fa_row_stat(&p->softmax_d, s, row, head);
         tile->diagonal[lane] = row + s->len_kv - s->len_q;
@@ -195,7 +203,7 @@ static void bwd_enter_range(const bwd_task *t, int i) {
 static void bwd_prepare_tile(const bwd_task *t, int i) {
     fa_bwd_tile *tile = &t->tiles[i];
     bwd_place_lanes(t->p, &t->s, t->head_kv, t->job->layout.block_q, t->first_tile + i, tile);
-    bwd_measure_lanes(t->p, &t->s, tile);
+    bwd_measure_lanes(t->p, &t->s, t->job->finds_delta, tile);
     if (fa_flex_of(t->p) && !bwd_find_keys(t->job, &t->s, tile, 0, t->s.len_kv, &tile->first_key, &tile->end_key)) {
         tile->first_key = INT64_MAX;
         tile->end_key = 0;

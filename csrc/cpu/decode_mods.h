@@ -13,12 +13,15 @@
 #include "decode_task.h"
 #include "elementwise.h"
 #include "flex/evaluate.h"
+#include "flex_bias.h"
 #include "flex_programs.h"
 
 /* The mods of a worker, and what the rows of its block see. */
 typedef struct decode_mods {
     fa_flex_programs programs; /* a line is a query */
     bool mask_reads_h;
+    bool adds_bias; /* the score_mod is `bias`, and there is no mask_mod */
+    fa_flex_bias bias;
     bool sees_all; /* every row sees every key of the block, unless its score is -inf */
     uint64_t seen[DECODE_MAX_LANES];
     /* Of each key head of the task, so that no head depends on its neighbours: keys that the products take, and other
@@ -29,6 +32,7 @@ typedef struct decode_mods {
 static inline bool decode_make_mods(decode_mods *m, const fa_problem *p, fa_isa isa) {
     if (!fa_flex_make_programs(p, isa, true, &m->programs)) return false;
     const fa_flex_bound *mask = p->flex->mask;
+    m->adds_bias = !mask && fa_flex_bias_of(p, isa, &m->bias);
     m->mask_reads_h = false;
     for (int32_t i = 0; mask && i < mask->program->num_instructions; i++)
         m->mask_reads_h |= mask->program->instructions[i].op == FA_FLEX_h;
@@ -94,6 +98,44 @@ static inline int64_t decode_lane(const decode_task *t, int64_t head, int64_t qu
     return head / g * t->rows + query * g + head % g;
 }
 
+/* Adds the bias of all rows at once. Returns false, and leaves the scores as they are, if a pair is masked by -inf. */
+OUTLINE bool decode_add_bias(decode_mods *m, decode_task *t, float new_max[DECODE_MAX_LANES]) {
+    const int64_t n = t->num_keys, g = t->p->h / t->p->h_kv, lanes = t->lanes, first = t->head_kv * g;
+    const fa_flex_places *places = &m->bias.of_value;
+    _Alignas(64) float values[FA_DECODE_BLOCK * DECODE_MAX_LANES];
+    int64_t at[DECODE_MAX_LANES];
+    for (int64_t lane = 0; lane < lanes; lane++) at[lane] = fa_flex_place_of(places, t->s.b_idx, first, 0, t->block);
+    for (int64_t head = 0; head < t->num_heads * g; head++)
+        for (int64_t i = 0; i < t->s.len_q; i++)
+            at[decode_lane(t, head, i)] = fa_flex_place_of(places, t->s.b_idx, first + head, i, t->block);
+    m->bias.operations->load_bias(
+        &(fa_flex_lines){.at = at, .along = places->kv, .stride = lanes, .num_lanes = (int)lanes, .num_lines = (int)n},
+        m->bias.data, m->bias.dtype, values);
+    const vec lowest = vec_set(-INFINITY), to_log2 = vec_set((float)LOG2_E);
+    for (int64_t lane = 0; lane < lanes; lane += LANES) {
+        vec least = vec_set(INFINITY);
+        for (int64_t i = lane; i < n * lanes; i += lanes) {
+            const vec x = vec_mul(vec_add(vec_load(t->scores + i), vec_load(values + i)), to_log2);
+            vec_store(values + i, x);
+            least = vec_min(x, least);
+        }
+        if (mask_any(vec_le(least, lowest))) return false;
+    }
+    for (int64_t lane = 0; lane < lanes; lane += LANES) {
+        vec largest = vec_load(new_max + lane);
+        for (int64_t i = lane; i < n * lanes; i += lanes) {
+            const vec x = vec_load(values + i);
+            vec_store(t->scores + i, x);
+            largest = vec_max(x, largest);
+        }
+        vec_store(new_max + lane, largest);
+    }
+    for (int64_t lane = 0; lane < lanes; lane++) m->seen[lane] = ~(uint64_t)0 >> (FA_DECODE_BLOCK - n);
+    for (int64_t head = 0; head < t->num_heads; head++)
+        m->common[head] = ~(uint64_t)0 >> (FA_DECODE_BLOCK - n), m->of_some[head] = 0;
+    return true;
+}
+
 /* The scores of the block come with their scale. new_max holds the maxima of the rows, and gets those of the block. */
 static void decode_adjust(decode_mods *m, decode_task *t, float new_max[DECODE_MAX_LANES]) {
     const int64_t n = t->num_keys, g = t->p->h / t->p->h_kv, lanes = t->lanes;
@@ -102,6 +144,7 @@ static void decode_adjust(decode_mods *m, decode_task *t, float new_max[DECODE_M
     const float to_log2 = score ? (float)LOG2_E : 1.0f;
     uint64_t of_all = whole, of_some = 0, of_query[FA_DECODE_MAX_ROWS_OF_MODS];
     _Alignas(64) float line[FA_DECODE_BLOCK] = {0};
+    if (m->adds_bias && decode_add_bias(m, t, new_max)) return;
     for (int64_t head = 0; head < t->num_heads * g; head++) {
         if (head % g == 0) of_all = whole, of_some = 0;
         if (score) decode_start(score, t, t->head_kv * g + head);

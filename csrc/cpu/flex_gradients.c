@@ -71,17 +71,22 @@ void fa_flex_point_at_sums(const fa_flex *flex, const fa_flex_sums *sums, double
 
 void fa_flex_add_sums(const fa_flex *flex, const fa_flex_sums *sums, const double *copies, int64_t num_copies,
                       int64_t begin, int64_t end) {
+    enum { SOME = 64 }; /* elements of each copy that lie together are read together */
     const fa_flex_program *p = flex->derivative->program;
     for (int c = 0; c < p->num_captures; c++) {
         if (sums->at[c] < 0) continue;
         const int64_t first = sums->at[c], last = first + elements_of(flex->derivative, c);
-        for (int64_t i = begin > first ? begin : first; i < end && i < last; i++) {
-            double sum = 0;
-            for (int64_t copy = 0; copy < num_copies; copy++) sum += copies[copy * sums->num + i];
-            if (p->captures[c].dtype == FA_FLEX_OF_F64)
-                ((double *)flex->gradients[c])[i - first] += sum;
-            else
-                ((float *)flex->gradients[c])[i - first] += (float)sum;
+        const int64_t stop = end < last ? end : last;
+        for (int64_t at = begin > first ? begin : first; at < stop; at += SOME) {
+            const int64_t num = stop - at < SOME ? stop - at : SOME;
+            double sum[SOME] = {0};
+            for (int64_t copy = 0; copy < num_copies; copy++)
+                for (int64_t i = 0; i < num; i++) sum[i] += copies[copy * sums->num + at + i];
+            for (int64_t i = 0; i < num; i++)
+                if (p->captures[c].dtype == FA_FLEX_OF_F64)
+                    ((double *)flex->gradients[c])[at + i - first] += sum[i];
+                else
+                    ((float *)flex->gradients[c])[at + i - first] += (float)sum[i];
         }
     }
 }

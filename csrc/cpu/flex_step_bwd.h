@@ -7,6 +7,7 @@
 #define FA_CPU_FLEX_STEP_BWD_H
 
 #include "elementwise_bwd.h"
+#include "flex_bias.h"
 #include "flex_step.h"
 
 /* One line of P and of the gradient of s. raw and dp are the scores before the score_mod and dP; they become 0 and the
@@ -58,6 +59,46 @@ OUTLINE void flex_gradients(const flex_tile *t, float *scores, float *dprob, int
         memcpy(scores, p, (size_t)lanes * sizeof *p);
     }
     if (derivative) fa_flex_add_waiting(derivative);
+}
+
+/* The same for a score_mod that adds a bias (flex_bias.h), of all lines at once. `bias` has a line for each key, which
+ * becomes the gradient of the bias. hidden NULL: no pair is masked but those of a bias of -inf, and those of lanes with
+ * an lse of +inf. */
+OUTLINE void flex_bias_gradients(const gradient_args *args, const uint8_t *hidden, float *bias) {
+    const gradient_args copy = *args, *const a = &copy;
+    const int64_t row_stride = a->row_stride, lanes = a->lanes;
+    const vec zero = vec_set(0.0f), lowest = vec_set(-INFINITY), scale = vec_set(a->scale);
+    const vec to_log2 = vec_set((float)LOG2_E);
+    for (int64_t lane = 0; lane < lanes; lane += LANES) {
+        const float *score = a->scores + lane, *dprob = a->dprob + lane;
+        float *p = a->p_rows + lane / WORD_ELEMS, *ds = a->ds_rows + lane / WORD_ELEMS, *line = bias + lane;
+        float *ds_words = WORD_ELEMS == 2 ? a->ds_words + lane : NULL;
+        const uint8_t *hides = hidden ? hidden + lane : NULL;
+        const vec lse = vec_load(a->lse + lane), delta = vec_load(a->delta + lane);
+        const vec_mask is_idle = vec_le(vec_set(INFINITY), lse);
+        for (int64_t key = 0; key < a->num_keys; key += 2) {
+            gradient_pair pair[2];
+            for (int i = 0; i < 2; i++, score += lanes, dprob += lanes, line += lanes) {
+                vec s = vec_select(is_idle, lowest, vec_add(vec_mul(vec_load(score), scale), vec_load(line)));
+                if (hides) s = vec_select(mask_bytes_le(hides, 0), s, lowest), hides += lanes;
+                const vec_mask is_masked = vec_le(s, lowest);
+                const vec prob = vec_exp2(vec_sub(vec_mul(s, to_log2), lse));
+                pair[i].p = vec_select(is_masked, zero, prob);
+                pair[i].ds = vec_select(is_masked, zero, vec_mul(prob, vec_sub(vec_load(dprob), delta)));
+                vec_store(line, pair[i].ds);
+            }
+#if WORD_ELEMS == 2
+            vec_store_rows(p, p + row_stride, pair[0].p, pair[1].p);
+            vec_store(ds_words, vec_store_rows(ds, ds + row_stride, pair[0].ds, pair[1].ds));
+            ds_words += lanes;
+#else
+            vec_store(p, pair[0].p), vec_store(p + row_stride, pair[1].p);
+            vec_store(ds, pair[0].ds), vec_store(ds + row_stride, pair[1].ds);
+            (void)ds_words;
+#endif
+            p += 2 * row_stride, ds += 2 * row_stride;
+        }
+    }
 }
 
 /* The forms of P and dS that the products read. For fp32 the floats are these forms. */

@@ -5,6 +5,7 @@
 #define FA_CPU_PARTITION_H
 
 #include "flex/flex.h"
+#include "flex_bias.h"
 #include "sequence.h"
 
 #include <stdatomic.h>
@@ -52,11 +53,12 @@ static inline const fa_task *fa_next_task(const fa_task_list *list) {
 #define FA_DECODE_MAX_ROWS            16
 #define FA_DECODE_MAX_ROWS_OF_MODS    64
 #define FA_DECODE_MAX_QUERIES_OF_MODS 8
-/* A backward of few rows without dropout and mods has its own kernel (attn_bwd_rows.h). With 32 rows a tile of queries
- * is as fast. A multiple of 4, because products unroll 4 rows. */
+/* A backward of few rows without dropout has its own kernel (attn_bwd_rows.h). A bias is the only mod that it knows.
+ * With 32 rows a tile of queries is as fast. A multiple of 4, because products unroll 4 rows. */
 #define FA_BWD_MAX_ROWS 24
 static inline bool fa_has_few_rows(const fa_problem *p, const fa_sequence *s) {
-    return p->dtype != FA_F64 && p->dropout_p == 0 && !fa_flex_of(p) && p->h / p->h_kv * s->len_q <= FA_BWD_MAX_ROWS;
+    return p->dtype != FA_F64 && p->dropout_p == 0 && p->h / p->h_kv * s->len_q <= FA_BWD_MAX_ROWS &&
+           (!fa_flex_of(p) || fa_flex_is_for_few_rows(p));
 }
 
 static inline int64_t fa_decode_max_rows(const fa_problem *p) {

@@ -337,7 +337,7 @@ static void find_passed(fa_flex_evaluator *e) {
     e->passed = found;
 }
 
-static const fa_flex_operations *operations_of(fa_isa isa) {
+const fa_flex_operations *fa_flex_operations_of(fa_isa isa) {
 #if FA_X86
     if (isa >= FA_ISA_AVX512) return &fa_flex_operations_avx512;
     if (isa == FA_ISA_AVX2) return &fa_flex_operations_avx2;
@@ -357,8 +357,10 @@ fa_flex_evaluator *fa_flex_evaluator_new(const fa_flex_bound *bound, fa_isa isa,
     fa_flex_trait *traits = fa_flex_traits(p);
     fa_flex_evaluator *e = calloc(1, sizeof *e);
     if (!is_spread || !traits || !e) goto no_memory;
-    *e = (fa_flex_evaluator){
-        .bound = bound, .operations = operations_of(isa), .lanes_are_keys = lanes_are_keys, .index = {-1, -1, -1, -1}};
+    *e = (fa_flex_evaluator){.bound = bound,
+                             .operations = fa_flex_operations_of(isa),
+                             .lanes_are_keys = lanes_are_keys,
+                             .index = {-1, -1, -1, -1}};
     mark_spread(e, is_spread);
     for (size_t i = 0; i < num; i++) bytes += MOST * element_bytes(p->instructions[i].result) * (1 + is_spread[i]);
     e->values = calloc(2 * num, sizeof *e->values);

@@ -266,9 +266,16 @@ static void load(fa_flex_dtype dtype, const fa_flex_operation *o, const void *da
     }
 }
 
+/* Where the elements of lanes lie that grow evenly. */
+static void spread_places(int n, int64_t *at, int64_t step) {
+    for (int lane = 0; lane < n; lane++) at[lane] = lane * step;
+}
+
 /* Loads the lines of `turned`. */
 static void load_turned(fa_flex_dtype dtype, const fa_flex_operation *o, const void *data) {
     const fa_flex_turned *t = o->turned;
+    int64_t at[FA_FLEX_MOST_LANES];
+    spread_places(o->n, at, t->step);
     switch (dtype) {
     case FA_FLEX_OF_BOOL: turn_bytes(t->values, data, t->step, o->n, o->used, t->num_lines); return;
     case FA_FLEX_OF_U8: turn_u8(t->values, data, t->step, o->n, o->used, t->num_lines); return;
@@ -277,7 +284,9 @@ static void load_turned(fa_flex_dtype dtype, const fa_flex_operation *o, const v
     case FA_FLEX_OF_I32: turn_i32(t->values, data, t->step, o->n, o->used, t->num_lines); return;
     case FA_FLEX_OF_F16:
     case FA_FLEX_OF_BF16:
-    case FA_FLEX_OF_F32: turn_floats(t->values, data, t->step, o->n, o->used, t->num_lines, dtype); return;
+    case FA_FLEX_OF_F32:
+        turn_floats(t->values, FA_FLEX_MOST_LANES, data, at, o->n, o->used, t->num_lines, dtype);
+        return;
     default: turn_words(t->values, data, t->step, o->n, o->used, t->num_lines); return; /* int64 and fp64 */
     }
 }
@@ -373,8 +382,10 @@ static const float *gather_lines(const fa_flex_operation *o, const fa_flex_captu
 static void add_waiting(const fa_flex_operation *o, fa_flex_sums_at to) {
     fa_flex_turned *t = o->turned;
     if (!t || t->num_lines == 0) return;
-    add_turned(to.fp64 ? to.fp64 + t->at : NULL, to.fp32 ? to.fp32 + t->at : NULL, t->step, t->values, t->used,
-               t->num_lines);
+    int64_t at[FA_FLEX_MOST_LANES];
+    spread_places(t->used, at, t->step);
+    add_turned(to.fp64 ? to.fp64 + t->at : NULL, to.fp32 ? to.fp32 + t->at : NULL, at, t->values, FA_FLEX_MOST_LANES,
+               t->used, t->num_lines);
     t->num_lines = 0;
 }
 
@@ -439,6 +450,43 @@ static bool scatter(const fa_flex_operation *o, const fa_flex_capture *c, int ra
     return true;
 }
 
-const fa_flex_operations OPERATIONS = {operate, gather, gather_lines, scatter, add_waiting, fill, count};
+/* ---- biases of tiles --------------------------------------------------------------------------------------------- */
+
+static void load_bias(const fa_flex_lines *l, const void *data, fa_flex_dtype dtype, float *values) {
+    if (l->along == 1) {
+        turn_floats(values, l->stride, data, l->at, l->num_lanes, l->num_lanes, l->num_lines, dtype);
+        return;
+    }
+    for (int lane = 0; lane < l->num_lanes; lane++)
+        for (int line = 0; line < l->num_lines; line++) {
+            const int64_t at = l->at[lane] + line * l->along;
+            float *to = values + line * l->stride + lane;
+            if (dtype == FA_FLEX_OF_F32)
+                *to = ((const float *)data)[at];
+            else if (dtype == FA_FLEX_OF_F16)
+                *to = fa_f32_from_f16(((const uint16_t *)data)[at]);
+            else
+                *to = fa_f32_from_bf16(((const uint16_t *)data)[at]);
+        }
+}
+
+static void add_to_bias(const fa_flex_lines *l, fa_flex_sums_at to, const float *values) {
+    if (l->along == 1) {
+        add_turned(to.fp64, to.fp32, l->at, values, l->stride, l->num_lanes, l->num_lines);
+        return;
+    }
+    for (int lane = 0; lane < l->num_lanes; lane++)
+        for (int line = 0; line < l->num_lines; line++) {
+            const int64_t at = l->at[lane] + line * l->along;
+            const float value = values[line * l->stride + lane];
+            if (to.fp64)
+                to.fp64[at] += (double)value;
+            else
+                to.fp32[at] += value;
+        }
+}
+
+const fa_flex_operations OPERATIONS = {operate, gather, gather_lines, scatter,    add_waiting,
+                                       fill,    count,  load_bias,    add_to_bias};
 
 #endif

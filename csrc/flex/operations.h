@@ -30,6 +30,14 @@ typedef struct {
     fa_flex_turned *turned;              /* of a gather or scatter, or NULL */
 } fa_flex_operation;
 
+/* Lines of a tile. An element of a lane lies at[lane] in memory, and that of the next line `along` behind it. Values
+ * have rows of `stride`. num_lanes is a multiple of FA_FLEX_GROUP. */
+typedef struct {
+    const int64_t *at; /* [num_lanes] */
+    int64_t along, stride;
+    int num_lanes, num_lines;
+} fa_flex_lines;
+
 typedef struct {
     /* r = the operation of in. Not for indices, scores, parameters, constants, gathers and scatters. */
     void (*operate)(const fa_flex_operation *o);
@@ -47,7 +55,12 @@ typedef struct {
     void (*add_waiting)(const fa_flex_operation *o, fa_flex_sums_at to);
     void (*fill)(fa_flex_type type, int n, void *r, const void *element); /* copies one element to all places */
     void (*count)(int n, int64_t *r, int64_t first);                      /* first, first + 1, ... */
+    /* values = the elements of fp16, bf16 or fp32 of `lines`; the elements += values. */
+    void (*load_bias)(const fa_flex_lines *lines, const void *data, fa_flex_dtype dtype, float *values);
+    void (*add_to_bias)(const fa_flex_lines *lines, fa_flex_sums_at to, const float *values);
 } fa_flex_operations;
+
+const fa_flex_operations *fa_flex_operations_of(fa_isa isa);
 
 extern const fa_flex_operations fa_flex_operations_scalar;
 #if FA_X86

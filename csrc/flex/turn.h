@@ -1,11 +1,12 @@
 /* Lines of lanes, where the memory of a capture has the lines of one lane one behind the other. LANES lanes of LANES
  * lines are turned in registers.
  *
- *   turn_floats, turn_bytes   values[line][lane] = data[lane * step + line]
- *   add_turned                sums[first + lane * step + line] += values[line][lane]
+ *   turn_bytes    values[line][lane] = data[lane * step + line]
+ *   turn_floats   values[line][lane] = data[at[lane] + line]
+ *   add_turned    sums[at[lane] + line] += values[line][lane]
  *
- * There are up to FA_FLEX_GROUP lines, and `used` of `n` lanes. n is a multiple of FA_FLEX_GROUP, and values of lanes
- * that are not used are 0. `values` has rows of FA_FLEX_MOST_LANES. Nothing else is read or written in memory. */
+ * turn_bytes has up to FA_FLEX_GROUP lines, and rows of FA_FLEX_MOST_LANES. There are `used` of `n` lanes. n is a
+ * multiple of FA_FLEX_GROUP, and values of lanes that are not used are 0. Nothing else is read or written in memory. */
 #ifndef FA_FLEX_TURN_H
 #define FA_FLEX_TURN_H
 
@@ -23,35 +24,35 @@ INLINE vec load_first(const char *row, int num, fa_flex_dtype DTYPE) {
     return num >= LANES ? vec_load_bf16(row) : vec_load_bf16_first(row, num);
 }
 
-INLINE void turn_floats_of(float *values, const char *data, int64_t step, int n, int used, int num_lines,
-                           fa_flex_dtype DTYPE) {
+INLINE void turn_floats_of(float *values, int64_t stride, const char *data, const int64_t *at, int n, int used,
+                           int num_lines, fa_flex_dtype DTYPE) {
     const int64_t bytes = DTYPE == FA_FLEX_OF_F32 ? 4 : 2;
     for (int lane = 0; lane < n; lane += LANES)
         for (int line = 0; line < num_lines; line += LANES) {
-            const char *from = data + (lane * step + line) * bytes;
-            const int lines = least(num_lines - line, LANES);
-            float *to = values + line * FA_FLEX_MOST_LANES + lane;
+            const int lines = least(num_lines - line, LANES), lanes = least(used - lane, LANES);
+            const char *from = data + line * bytes;
+            float *to = values + line * stride + lane;
             vec t[LANES];
-            if (lines == LANES && lane + LANES <= used) {
-                UNROLL for (int i = 0; i < LANES; i++) t[i] = load_first(from + i * step * bytes, LANES, DTYPE);
+            if (lines == LANES && lanes == LANES) {
+                UNROLL for (int i = 0; i < LANES; i++) t[i] = load_first(from + at[lane + i] * bytes, LANES, DTYPE);
             } else {
                 for (int i = 0; i < LANES; i++)
-                    t[i] = load_first(from + i * step * bytes, lane + i < used ? lines : 0, DTYPE);
+                    t[i] = i < lanes ? load_first(from + at[lane + i] * bytes, lines, DTYPE) : vec_set(0.0f);
             }
-            for (int i = 0; i < LANES; i++) PREFETCH(from + i * step * bytes + FA_FLEX_GROUP * bytes);
+            for (int i = 0; i < lanes; i++) PREFETCH(from + (at[lane + i] + FA_FLEX_GROUP) * bytes);
             vec_transpose(t);
-            for (int i = 0; i < lines; i++) vec_store(to + i * FA_FLEX_MOST_LANES, t[i]);
+            for (int i = 0; i < lines; i++) vec_store(to + i * stride, t[i]);
         }
 }
 
-OUTLINE void turn_floats(float *values, const char *data, int64_t step, int n, int used, int num_lines,
-                         fa_flex_dtype dtype) {
+OUTLINE void turn_floats(float *values, int64_t stride, const char *data, const int64_t *at, int n, int used,
+                         int num_lines, fa_flex_dtype dtype) {
     if (dtype == FA_FLEX_OF_F32)
-        turn_floats_of(values, data, step, n, used, num_lines, FA_FLEX_OF_F32);
+        turn_floats_of(values, stride, data, at, n, used, num_lines, FA_FLEX_OF_F32);
     else if (dtype == FA_FLEX_OF_F16)
-        turn_floats_of(values, data, step, n, used, num_lines, FA_FLEX_OF_F16);
+        turn_floats_of(values, stride, data, at, n, used, num_lines, FA_FLEX_OF_F16);
     else
-        turn_floats_of(values, data, step, n, used, num_lines, FA_FLEX_OF_BF16);
+        turn_floats_of(values, stride, data, at, n, used, num_lines, FA_FLEX_OF_BF16);
 }
 
 /* Exchanges the bits `mask` of *b with those of *a that lie `shift` above them. */
@@ -93,31 +94,32 @@ OUTLINE void turn_bytes(uint8_t *values, const char *data, int64_t step, int n, 
 }
 
 /* Either sums or fp32_sums is NULL. */
-OUTLINE void add_turned(double *sums, float *fp32_sums, int64_t step, const float *values, int used, int num_lines) {
+OUTLINE void add_turned(double *sums, float *fp32_sums, const int64_t *at, const float *values, int64_t stride,
+                        int used, int num_lines) {
     for (int lane = 0; lane < used; lane += LANES)
         for (int line = 0; line < num_lines; line += LANES) {
             const int lines = least(num_lines - line, LANES), lanes = least(used - lane, LANES);
-            const int64_t first = lane * step + line;
+            const int64_t *places = at + lane;
             float of_lanes[LANES][LANES];
             vec t[LANES];
             for (int i = 0; i < lanes; i++)
                 if (fp32_sums)
-                    PREFETCH(fp32_sums + first + i * step + FA_FLEX_GROUP);
+                    PREFETCH(fp32_sums + places[i] + line + FA_FLEX_GROUP);
                 else
-                    PREFETCH(sums + first + i * step + FA_FLEX_GROUP);
+                    PREFETCH(sums + places[i] + line + FA_FLEX_GROUP);
             for (int i = 0; i < LANES; i++)
-                t[i] = i < lines ? vec_load(values + (line + i) * FA_FLEX_MOST_LANES + lane) : vec_set(0.0f);
+                t[i] = i < lines ? vec_load(values + (line + i) * stride + lane) : vec_set(0.0f);
             vec_transpose(t);
             if (fp32_sums && lines == LANES) {
-                float *to = fp32_sums + first;
-                for (int i = 0; i < lanes; i++) vec_store(to + i * step, vec_add(vec_load(to + i * step), t[i]));
+                float *to = fp32_sums + line;
+                for (int i = 0; i < lanes; i++) vec_store(to + places[i], vec_add(vec_load(to + places[i]), t[i]));
                 continue;
             }
             UNROLL for (int i = 0; i < LANES; i++) vec_store(of_lanes[i], t[i]);
             for (int i = 0; i < lanes; i++) {
-                double *to = sums + first + i * step;
+                double *to = sums + places[i] + line;
                 if (fp32_sums)
-                    for (int k = 0; k < lines; k++) fp32_sums[first + i * step + k] += of_lanes[i][k];
+                    for (int k = 0; k < lines; k++) fp32_sums[places[i] + line + k] += of_lanes[i][k];
                 else if (lines == LANES)
                     for (int k = 0; k < LANES; k++) to[k] += (double)of_lanes[i][k];
                 else

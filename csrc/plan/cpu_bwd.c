@@ -54,7 +54,11 @@ static int choose_ranges(const fa_problem *p) {
 void fa_cpu_plan_bwd(const fa_problem *p, const fa_machine *machine, fa_plan *plan) {
     const int word_elems = fa_isa_is_for_bf16(plan->cpu.isa) ? 2 : 1;
     const fa_cpu_kernels *kernels = fa_cpu_kernels_of(plan->cpu.isa, p->dtype);
-    const int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
+    int block_q = kernels->block_q_bwd ? kernels->block_q_bwd : kernels->block_q;
+    /* 49 rows of a window join a tile of 48. With flex all sequences are equally long. */
+    const int few_rows = 16;
+    if (p->flex && p->len_q > block_q && p->len_q <= block_q + few_rows && plan->cpu.isa != FA_ISA_AMX)
+        block_q += few_rows;
     /* K, V, K^T, dK, dV of a block stay in the second-level cache. */
     const bool has_small_blocks = p->flex && p->flex->block_q > 0 && p->flex->block_kv <= 64;
     int block_kv = p->d > 128 || p->d_v > 128 || has_small_blocks ? 64 : 128;

@@ -28,5 +28,5 @@ void fa_cpu_plan_bwd_rows(const fa_problem *p, const fa_machine *machine, fa_pla
     plan->cpu.threads = plan->cpu.decode_threads = threads;
     plan->num_splits = (int)most_shares;
     plan->workspace_bytes = fa_bwd_rows_scratch_at(p) + (size_t)threads * sizeof(fa_bwd_rows_scratch) +
-                            (size_t)sizes.partial_floats * sizeof(float);
+                            (size_t)sizes.partial_floats * sizeof(float) + fa_bwd_rows_copies_bytes(p, sizes.num_tasks);
 }
