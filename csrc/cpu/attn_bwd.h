@@ -141,8 +141,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_task 
     const int64_t num_tiles = fa_num_tiles(p, &t.s, l->block_q);
     fa_bwd_ranges(&t.s, l->block_kv, l->ranges, task->begin, task->end, &t.keys_begin, &t.keys_end);
     if (t.s.len_q > 0) fa_rows_keys(p, &t.s, 0, t.s.len_q, &t.seen_first, &t.seen_end);
-    memset(t.dk, 0, (size_t)((t.keys_end - t.keys_begin) * l->columns) * sizeof(float));
-    memset(t.dv, 0, (size_t)((t.keys_end - t.keys_begin) * l->v_columns) * sizeof(float));
+    if (t.keys_end - t.keys_begin > l->block_kv) bwd_start_sums(&t);
 
     for (; t.first_tile < num_tiles; t.first_tile += l->tiles) {
         t.num_tiles = (int)(num_tiles - t.first_tile < l->tiles ? num_tiles - t.first_tile : l->tiles);
@@ -183,6 +182,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_task 
             bwd_write_queries(p, &t.s, &t.tiles[i], dq_t);
         }
     }
+    bwd_start_sums(&t); /* no tile has seen a key */
     if (p->dk.data) bwd_write_keys(&t, &p->dk, t.dk, p->d, l->columns, (float)p->scale);
     if (p->dv.data) bwd_write_keys(&t, &p->dv, t.dv, p->d_v, l->v_columns, job->kept);
 }

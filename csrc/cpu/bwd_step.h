@@ -23,16 +23,17 @@ static void bwd_add_keys(bwd_task *t, const fa_bwd_tile *tile, const fa_lane_bou
         if (lane >= lane_end) continue;
         const int64_t word = lane / WORD_ELEMS / PRODUCT_STRIP_K * PRODUCT_STRIP_K;
         const int64_t word_end = (lane_end + WORD_ELEMS - 1) / WORD_ELEMS;
-        product_add(&(product_args){.a = words + key * word_stride + word,
-                                    .a_stride = word_stride,
-                                    .b = rows + word * columns,
-                                    .b_stride = columns,
-                                    .c = grad + (key_0 + key) * columns,
-                                    .c_stride = columns,
-                                    .rows = stop - key,
-                                    .num_words = word_end - word,
-                                    .num_vecs = (int)((d + LANES - 1) / LANES),
-                                    .soon = &t->soon});
+        const product_args args = {.a = words + key * word_stride + word,
+                                   .a_stride = word_stride,
+                                   .b = rows + word * columns,
+                                   .b_stride = columns,
+                                   .c = grad + (key_0 + key) * columns,
+                                   .c_stride = columns,
+                                   .rows = stop - key,
+                                   .num_words = word_end - word,
+                                   .num_vecs = (int)((d + LANES - 1) / LANES),
+                                   .soon = &t->soon};
+        (t->stores ? product_scores : product_add)(&args);
     }
 }
 
@@ -259,6 +260,13 @@ static void bwd_fetch_during(bwd_task *t, int i, int64_t num_keys) {
     t->soon.pieces_per_patch = (t->soon.end - t->soon.piece) / patches + 1;
 }
 
+/* Whether a step without a mask is the first one of its task and its tile, and takes all keys of the task. Its sums
+ * need no zeros to add to. Rows behind d of dQ^T would stay as they are. */
+static bool bwd_is_first(const bwd_task *t, const fa_bwd_tile *tile, int64_t begin, int64_t end) {
+    return !PRODUCT_OVERLAPS && !t->has_sums && tile->dq_range < 0 && begin == 0 && t->block + end >= t->keys_end &&
+           t->p->d % 16 == 0;
+}
+
 static void bwd_step_tile(bwd_task *t, int i) {
     const bwd_job *job = t->job;
     const fa_problem *p = t->p;
@@ -271,11 +279,17 @@ static void bwd_step_tile(bwd_task *t, int i) {
     if (!bwd_find_keys(job, &t->s, tile, t->block, t->block + l->block_kv, &begin, &end)) return;
     begin -= t->block, end -= t->block;
     while (t->num_open <= i) bwd_open_tile(t, t->num_open++);
-    if (p->dq.data) bwd_enter_range(t, i);
-    if (fa_flex_of(p) && !bwd_flex_look(t, tile, &sight, &bounds, &begin, &end)) return;
+    const bool sees_keys = !fa_flex_of(p) || bwd_flex_look(t, tile, &sight, &bounds, &begin, &end);
     begin = begin / 2 * 2, end = round_up(end, 2); /* rows of keys past the last key are zeros */
-    bwd_fetch_during(t, i, end - begin);
     const bool masked = bwd_is_masked(t, tile, begin, end);
+    t->stores = sees_keys && !masked && bwd_is_first(t, tile, begin, end);
+    if (p->dq.data) bwd_enter_range(t, i);
+    if (!sees_keys) return;
+    if (t->stores)
+        t->has_sums = true;
+    else
+        bwd_start_sums(t);
+    bwd_fetch_during(t, i, end - begin);
     if (!fa_flex_of(p) && (masked || bwd_is_padded(tile) || bwd_is_odd(t, end)))
         fa_bound_lanes(&bounds, tile->first, tile->end, lanes, t->block, l->block_kv);
 
@@ -323,7 +337,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
     if (masked && !PRODUCT_OVERLAPS)
         product_keys_seen(product_add, &dq, &bounds, begin);
     else
-        product_add(&dq);
+        (t->stores ? product_scores : product_add)(&dq);
     for (int64_t key = begin; key < end && !t->k_finite; key++)
         if (t->key_rows[key])
             add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block,

@@ -53,6 +53,8 @@ typedef struct {
     const char **key_rows, **next_rows; /* rows of the block and of the next block: K, then V, block_kv each */
     int64_t num_next, num_fetched;      /* rows of the next block, and how many of them are in the prefetch queue */
     int num_steps;                      /* tiles that may see the block, and have not met it yet */
+    bool has_sums;                      /* dk and dv hold sums; otherwise nothing was stored yet */
+    bool stores;                        /* the step stores its sums, and adds nothing */
     const fa_task *next_task;           /* during the last block: probably the next task of this worker */
     const char **pieces;                /* storage of soon */
     fetch_queue soon;
@@ -187,6 +189,15 @@ static void bwd_add_range(const bwd_task *t, int i) {
         vec_store(dq_t + at, vec_add(vec_load(dq_t + at), vec_load(dq_range + at)));
 }
 
+/* dK = dV = 0, unless there are sums. */
+static void bwd_start_sums(bwd_task *t) {
+    const fa_bwd_layout *l = &t->job->layout;
+    if (t->has_sums) return;
+    memset(t->dk, 0, (size_t)((t->keys_end - t->keys_begin) * l->columns) * sizeof(float));
+    memset(t->dv, 0, (size_t)((t->keys_end - t->keys_begin) * l->v_columns) * sizeof(float));
+    t->has_sums = true;
+}
+
 static void bwd_enter_range(const bwd_task *t, int i) {
     const fa_bwd_layout *l = &t->job->layout;
     fa_bwd_tile *tile = &t->tiles[i];
@@ -197,6 +208,7 @@ static void bwd_enter_range(const bwd_task *t, int i) {
     else
         tile->dq_t = (tile->dq_range < 0 ? t->dq_t : t->dq_range) + i * l->tile_floats;
     tile->dq_range = t->range;
+    if (t->stores) return;
     memset(tile->dq_t, 0, (size_t)(l->columns * tile->lanes) * sizeof(float));
 }
 
