@@ -136,7 +136,9 @@ INLINE void values_patch(int ROWS, int CHUNKS, bool PARTIAL, int64_t lanes, floa
 #if WORD_ELEMS == 2
             vec_interleave(&v_vec[2 * c], &v_vec[2 * c + 1]);
 #endif
-            UNROLL for (int e = 0; e < WORD_ELEMS && ROWS > 1; e++) vec_pin(&v_vec[c * WORD_ELEMS + e]);
+        }
+        if (ROWS > 1) {
+            UNROLL for (int c = 0; c < VECS; c++) vec_pin(&v_vec[c]);
         }
         UNROLL for (int r = 0; r < ROWS; r++) {
             vec p = vec_broadcast(p_words + r);
