@@ -252,10 +252,10 @@ DEVICE void raise_max(const float (&S)[S_REGS], online_softmax &softmax, float (
     }
 }
 
-/* Says whether later scores may lie so far above m that P is no float. Two kinds of scores rise like that, and mostly it
- * shows in the key tile that m comes from. Masks that add a large negative number give a negative m. Slopes show between
- * the first, the middle and the last key, where these are not hidden. The next step then takes its row maximum, too.
- * Otherwise the work tile fails, and its repetition takes 50 times as long. */
+/* Says whether later scores may lie so far above m that P is no float. Two kinds of scores rise like that, and mostly
+ * it shows in the key tile that m comes from. Masks that add a large negative number give a negative m. Slopes show
+ * between the first, the middle and the last key, where these are not hidden. The next step then takes its row maximum,
+ * too. Otherwise the work tile fails, and its repetition takes 50 times as long. */
 DEVICE bool may_jump(const float (&S)[S_REGS], const online_softmax &softmax, float scale_log2) {
     constexpr int HALF = S_REGS / 2;
     bool jumps = false;

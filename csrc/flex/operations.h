@@ -31,7 +31,7 @@ typedef struct {
 } fa_flex_operation;
 
 /* Lines of a tile. An element of a lane lies at[lane] in memory, and that of the next line `along` behind it. Values
- * have rows of `stride`. num_lanes is a multiple of FA_FLEX_GROUP. */
+ * have rows of `stride`. num_lanes is a multiple of the vectors of the instruction set. */
 typedef struct {
     const int64_t *at; /* [num_lanes] */
     int64_t along, stride;
