@@ -235,41 +235,24 @@ BENCH_DECODE = [
     )
 ]
 
+
+def _square(*shapes):
+    """Cases of (b, h, length, d)."""
+    return [Case(length, length, b=b, h=h, d=d, dtype="bf16") for b, h, length, d in shapes]
+
+
 # bench_masks.py
-BENCH_MASKS = [
-    Case(length, length, b=b, h=h, d=d, dtype="bf16")
-    for b, h, length, d in ((4, 16, 512, 64), (2, 24, 4096, 64), (4, 16, 2048, 128), (1, 16, 8192, 128))
-]
+BENCH_MASKS = _square((4, 16, 512, 64), (2, 24, 4096, 64), (4, 16, 2048, 128), (1, 16, 8192, 128))
 
-# bench_masks.py --short: thousands of short sequences.
-BENCH_SHORT = [
-    Case(length, length, b=b, h=h, d=d, dtype="bf16")
-    for b, h, length, d in (
-        (8192, 8, 8, 64),
-        (4096, 8, 16, 40),
-        (4096, 16, 16, 64),
-        (4096, 8, 16, 80),
-        (1024, 16, 16, 128),
-        (1024, 8, 16, 160),
-        (2048, 16, 32, 64),
-        (2048, 8, 32, 128),
-        (2048, 12, 49, 32),
-        (1024, 16, 64, 64),
-        (512, 16, 64, 128),
-    )
-]
-
-# bench_masks.py --short --masks.
-BENCH_SHORT_MASKS = [
-    Case(length, length, b=b, h=h, d=d, dtype="bf16")
-    for b, h, length, d in (
-        (4096, 8, 16, 64),
-        (2048, 16, 32, 64),
-        (2048, 12, 49, 32),
-        (1024, 16, 64, 64),
-        (512, 16, 64, 128),
-    )
-]
+# bench_masks.py --short: thousands of short sequences. BENCH_SHORT_MASKS: with --masks.
+BENCH_SHORT_MASKS = _square(
+    (4096, 8, 16, 64), (2048, 16, 32, 64), (2048, 12, 49, 32), (1024, 16, 64, 64), (512, 16, 64, 128)
+)
+BENCH_SHORT = _square(
+    (8192, 8, 8, 64), (4096, 8, 16, 40), (4096, 16, 16, 64), (4096, 8, 16, 80), (1024, 16, 16, 128),
+    (1024, 8, 16, 160), (2048, 16, 32, 64), (2048, 8, 32, 128), (2048, 12, 49, 32), (1024, 16, 64, 64),
+    (512, 16, 64, 128),
+)  # fmt: skip
 
 # bench_packed.py: thousands of packed sequences. Lengths (bench_packed.lengths_of), sequences, heads, columns.
 BENCH_PACKED = [

@@ -14,6 +14,9 @@
  * Every key head has one query head. Memory binds. With VARLEN rows are packed, [row, h, d]. A packed sequence may be
  * longer than max_seqlen said. It then takes its own way (short_longer.cuh), or is left to attn_bwd_sm90 (leaves_long).
  *
+ * With FLEX a user's functions change the scores, hide pairs, and give gradients to what they capture (short_mods.cuh).
+ * Then a unit takes several sequences of its head, one after the other, and adds up the gradients that they share.
+ *
  * Pairs that do not see each other, and rows that saw no key, are left out and never multiplied by zero: beside NaN or
  * inf all products go through FMAs that skip such pairs.
  *

@@ -11,6 +11,8 @@
  * Units do not wait for each other, and other CTAs of the SM load meanwhile. Memory binds. With VARLEN rows are packed,
  * [row, h, d]. A packed sequence may be longer than max_seqlen said, and then takes its own way (short_longer.cuh).
  *
+ * With FLEX a user's functions change the scores and hide pairs, as attn_bias and attn_mask do (short_mods.cuh).
+ *
  * Masked pairs are left out and never multiplied by zero: a V with NaN or inf that some row does not see goes through
  * FMAs that skip masked pairs.
  *
