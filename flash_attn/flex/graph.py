@@ -123,20 +123,26 @@ def _scalar(tensor):
 _programs = weakref.WeakKeyDictionary()  # graph: programs
 
 
+def _known_program(graph, captures, score):
+    """``(program, tensors, numbers)`` of a graph that may have been traced before."""
+    known = _programs.setdefault(graph, [])
+    for program in known:
+        values = program.bind(captures)
+        if values is not None:
+            return program, *values
+    program, *values = GraphTrace(graph, captures, score).run()
+    if not program.holds_once:
+        known.append(program)
+    programs_of_text[program.text] = program
+    return program, *values
+
+
 def program_of_graph(graph, captures, score, device):
     """``(program, tensors, ints, floats)`` of a graph and the values of its captures."""
-    known, captures = _programs.setdefault(graph, []), tuple(captures)
-    bound = next((found for found in ((p, p.bind(captures)) for p in known) if found[1] is not None), None)
-    if not isinstance(graph, torch.fx.GraphModule):  # the operator was refused, and Dynamo calls it with the mod itself
-        program, *values = torch.compiler.disable(program_of)(graph, score)
-    elif bound is None:
-        program, *values = GraphTrace(graph, captures, score).run()
-        if not program.holds_once:
-            known.append(program)
-        programs_of_text[program.text] = program
-    else:
-        program, values = bound
-    tensors, numbers = values
+    if isinstance(graph, torch.fx.GraphModule):
+        program, tensors, numbers = _known_program(graph, tuple(captures), score)
+    else:  # Dynamo refused the operator, which is called with the mod itself
+        program, tensors, numbers = program_of(graph, score)
     floats = [x for x, type in zip(numbers, program.types) if type == ops.F64]
     floats = [
         x if isinstance(x, torch.Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device="cpu") for x in floats
@@ -178,7 +184,9 @@ class _Operator(HigherOrderOperator):
         super().__init__("flash_attn_" + name)
         self.__name__ = "flex_attention"  # Dynamo looks for this name
         self.__module__ = __name__  # and the code of a graph for this module, which is not PyTorch's
-        self._function = function
+        # A mod that Dynamo refuses ends its graph here. It must not go on inside: garbage collection can drop a program
+        # while it reads the dictionary of them.
+        self._function = torch.compiler.disable(function)
 
     def __call__(self, query, key, value, score, block_mask, scale, options, score_captures=(), mask_captures=()):
         return self._function(query, key, value, score, block_mask, scale, options, score_captures, mask_captures)

@@ -9,8 +9,10 @@ import torch
 from catalogue import top_blocks
 from score_catalogue import rope_products
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn.flex import graph
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 HAS_CXX = any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -233,6 +235,19 @@ def test_a_mod_that_is_refused_is_named_without_fullgraph(mod):
     q = torch.randn(1, 1, 9, 8)
     with pytest.raises(NotImplementedError, match="a mod cannot use (lgamma|cumsum).*test_flex_compile.py, line"):
         torch.compile(lambda: flex_attention(q, q, q, mod), backend="eager")()
+
+
+def test_dynamo_does_not_read_the_programs_behind_a_refused_mod(monkeypatch):
+    """Garbage collection drops programs at any time, and Dynamo fails if a dictionary changes that it reads."""
+    read, build = [], VariableBuilder.__call__
+    monkeypatch.setattr(VariableBuilder, "__call__", lambda self, value: read.append(value) or build(self, value))
+    torch._dynamo.reset()
+    q = torch.randn(1, 1, 9, 8)
+    compiled = torch.compile(lambda: flex_attention(q, q, q, lambda s, b, h, i, j: torch.lgamma(s)), backend="eager")
+    with pytest.raises(NotImplementedError, match="a mod cannot use lgamma"):
+        compiled()
+    assert any(x is q for x in read)
+    assert not any(x is graph._programs or x is graph._programs.data for x in read)
 
 
 def test_a_mod_that_only_dynamo_refuses_runs_without_fullgraph():
