@@ -469,3 +469,22 @@ def test_the_plan_takes_the_kernel_for_prompts():
         q = torch.randn(16, len_q, 32, 128, device="cuda", dtype=torch.bfloat16)
         plan = explain(flash_attn_with_kvcache, q, *pool, cache_seqlens=2048, block_table=table.cuda(), causal=True)
         assert plan.kernel.startswith(name)
+
+
+@pytest.mark.parametrize("group", (1, 4))
+@pytest.mark.parametrize("len_q", (5, 40, 150))
+def test_dropout_over_pages_drops_what_other_kernels_drop(group, len_q):
+    """Heads of a key head share work tiles where queries are few. Each drops elements of its own."""
+    torch.manual_seed(0)
+    h, page, lengths = 2 * group, 64, (300, 77)
+    q = torch.randn(2 * len_q, h, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 16, page, 2, 64, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(16, device="cuda", dtype=torch.int32)[:10].view(2, 5)
+    cu_q = torch.tensor([0, len_q, 2 * len_q], device="cuda", dtype=torch.int32)
+    cu_k = torch.tensor([0, lengths[0], sum(lengths)], device="cuda", dtype=torch.int32)
+    found = []
+    for kernels in ("any,fwd_sm90", "any"):
+        flash_attn_2_cuda.set_cuda_kernels(kernels)
+        torch.cuda.manual_seed(1)
+        found.append(flash_attn_varlen_func(q, k, v, cu_q, cu_k, len_q, max(lengths), 0.3, block_table=table))
+    torch.testing.assert_close(*found, atol=2e-2, rtol=2e-2)

@@ -151,8 +151,9 @@ struct consumer : consumer_base {
     DEVICE void drop_and_round_p(float (&S)[S_REGS], int j) {
         if (DROPOUT) {
             const tile &t = tile_of(THIS_TILE);
-            drop(S, smem.seed, smem.offset + (u64)(t.b_idx * p.h + t.head) * 32, (t.row + 64 * row_block) / 16 + warp,
-                 j * (BLOCK_KV / 32), p.keep_max);
+            const int head = head_of_strip(p, t, row_block, warp), row = row_of_strip(p, t, row_block, warp);
+            drop(S, smem.seed, smem.offset + (u64)(t.b_idx * p.h + head) * 32, row / 16, j * (BLOCK_KV / 32),
+                 p.keep_max);
         }
         round_p(S);
     }
@@ -298,7 +299,7 @@ struct consumer : consumer_base {
         const repeated_scores scores(p, q_head, hidden, hides, first_key + column, diagonal);
         const u64 seen = exponentiate_in_loops(S, softmax, alpha, scores, scale_log2);
         rescale_o(alpha);
-        round_p(S);
+        drop_and_round_p(S, j);
 #elif SCORE
         const repeated_scores scores(p, q_head, t.len_kv, first_key + column, diagonal);
         const u64 seen = exponentiate_in_loops(S, softmax, alpha, scores, scale_log2);

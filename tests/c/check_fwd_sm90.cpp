@@ -7,8 +7,8 @@
  * some warp or warpgroup may be slow, and so may be copies.
  *
  * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def, and with mods.
- * Rows with options run, too, but without softcap, ALiBi or a pair that is dropped. The linker places `smem_bytes`, the
- * kernel's shared memory, 1024 bytes behind `memory`. */
+ * Rows with options run, too, but without softcap and ALiBi. The linker places `smem_bytes`, the kernel's shared
+ * memory, 1024 bytes behind `memory`. */
 #include "hopper_emulation.h"
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 
 #include "cuda/attn_fwd_sm90.cu"
 
+#include "cpu/dropout.h"
 #include "hopper_problem.h"
 #if CACHE
 #include "gpu/division.h"
@@ -225,9 +226,10 @@ struct row_of_o {
     std::vector<double> o;
     double lse, largest;
 };
-/* scores: of the keys that the row sees. sink: -inf if there is none. */
-static row_of_o row_of(const std::vector<double> &scores, const std::vector<int> &keys, const numbers &v, int head_kv,
-                       double sink, double empty_lse) {
+/* scores, factors: of the keys that the row sees. sink: -inf if there is none. */
+static row_of_o row_of(const std::vector<double> &scores, const std::vector<int> &keys,
+                       const std::vector<double> &factors, const numbers &v, int head_kv, double sink,
+                       double empty_lse) {
     row_of_o x = {std::vector<double>((size_t)v.d), sink, -INFINITY};
     for (double s : scores) x.largest = fmax(x.largest, s);
     double sum = 0;
@@ -236,9 +238,15 @@ static row_of_o row_of(const std::vector<double> &scores, const std::vector<int>
     if (!scores.empty()) x.lse = most + log(exp(own - most) + exp(sink - most));
     if (scores.empty() && sink == -INFINITY) x.lse = empty_lse;
     for (size_t j = 0; j < scores.size(); j++) {
-        add_multiple(x.o.data(), exp(scores[j] - x.lse), v.row(keys[j], head_kv), v.d);
+        add_multiple(x.o.data(), exp(scores[j] - x.lse) * factors[j], v.row(keys[j], head_kv), v.d);
     }
     return x;
+}
+
+/* The factor of dropout. */
+static double dropout_at(const params &p, int n, int head, int i, int j) {
+    const uint64_t stream = fa_dropout_stream(p.rng_state[1], n, p.h, head);
+    return fa_dropout_byte(p.rng_state[0], stream, i, j) <= p.keep_max ? p.keep_scale : 0;
 }
 
 /* How far results are from what they should be. */
@@ -327,7 +335,8 @@ static void check(const problem &given) {
     p.counter_slot = x.is_dynamic ? 3 : -1;
     const float scale = 1 / sqrtf((float)x.d);
     p.score_scale = scale, p.scale_log2 = (SCORE || FLEX_SCORE ? 1 : scale) * (float)LOG2_E;
-    p.window_left = WINDOW_LEFT, p.window_right = WINDOW_RIGHT, p.keep_max = 255, p.keep_scale = 1;
+    p.window_left = WINDOW_LEFT, p.window_right = WINDOW_RIGHT, p.keep_max = DROPOUT ? 178 : 255,
+    p.keep_scale = DROPOUT ? 1 / 0.7f : 1;
     p.empty_lse = FLEX ? -INFINITY : INFINITY;
     static unsigned long long rng_state[2] = {5, 7};
     p.rng_state = rng_state;
@@ -367,7 +376,7 @@ static void check(const problem &given) {
             for (int i = 0; i < x.len_q[n]; i++) {
                 const key_range seen = keys_of_row(i, x.len_q[n], x.len_kv[n]);
                 const int head_kv = head / group, row = cu_q[n] + i, place = (n * x.h + head) * len_q + i;
-                std::vector<double> scores;
+                std::vector<double> scores, factors;
                 std::vector<int> keys;
                 for (int j = seen.begin; j < seen.end; j++) {
 #if FLEX
@@ -380,12 +389,13 @@ static void check(const problem &given) {
                     if (s * LOG2_E < -FLT_MAX) continue; /* it counts as -inf */
 #endif
                     scores.push_back(s), keys.push_back(row_of_key(n, j));
+                    factors.push_back(dropout_at(p, n, head, i, j));
                 }
                 double sink = sinks[head];
 #if FLEX
                 if (x.has_sinks) sink -= flex.shifts[place];
 #endif
-                const row_of_o right = row_of(scores, keys, all_v, head_kv, sink, p.empty_lse);
+                const row_of_o right = row_of(scores, keys, factors, all_v, head_kv, sink, p.empty_lse);
 #if FLEX && !CACHE
                 all.add_largest(right.largest, flex.largest[(size_t)place]);
 #endif

@@ -244,7 +244,8 @@ EMULATED_FORWARDS = [
     "fp16_d128_q64kv128", "bf16_d128_q64kv128_cache", "bf16_d256_q64kv64_causal", "fp16_d192_q64kv96_causal_cache",
     "fp16_d192v128_q128kv96_causal_varlen_cache_whole", "bf16_d128_q128kv128_cache_whole",
     "bf16_d256_q64kv64_local_cache_whole", "fp16_d64_q128kv64x2", "bf16_d64_q128kv64x2_causal_varlen",
-    "fp16_d128_q128kv64_varlen", "bf16_d128_q64kv64_causal_varlen"
+    "fp16_d128_q128kv64_varlen", "bf16_d128_q64kv64_causal_varlen", "bf16_d64_q128kv64_dropout",
+    "fp16_d128_q128kv128_causal_varlen_dropout", "bf16_d64_q128kv128_cache_dropout"
 ]  # fmt: skip
 
 
@@ -258,12 +259,11 @@ def test_rows_of_the_emulated_forward_in_8_bits(row, tmp_path):
     assert "all rows are right" in emulated_on_hopper("check_fwd_fp8", f"attn_fwd_fp8_sm90_e4m3_{row}", tmp_path)
 
 
-def test_rows_of_the_emulated_forward_with_mods_on_hopper(tmp_path):
+@pytest.mark.parametrize("row", ["bf16_d128_q128kv128", "bf16_d64_q128kv128_dropout"])
+def test_rows_of_the_emulated_forward_with_mods_on_hopper(row, tmp_path):
     (tmp_path / "flex_mods.cuh").write_text(MODS)
     mods = ["-DFLEX=1", "-DFLEX_FACTOR=1", "-DFLEX_MAX=1", "-DHAS_PAIRS=1"]
-    assert "all rows are right" in emulated_on_hopper(
-        "check_fwd_sm90", "attn_fwd_sm90_bf16_d128_q128kv128", tmp_path, *mods
-    )
+    assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path, *mods)
 
 
 # Tiles of one and of several heads, with and without shared memory for O, in boxes and whole keys.
