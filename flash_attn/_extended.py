@@ -137,8 +137,9 @@ class Mods:
     @staticmethod
     def backward(self, inputs, tensors, saved, out, lse, dout, dlse, wanted):
         check_storages(self.names, (*tensors, *saved)[: len(self.names)])
+        call = self.call.with_state(saved[-2])
         (dq, dk, dv, *sums), softmax_d = flex.gradients(
-            self.call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
+            call, [self._to(x) for x in inputs], tensors, self._to(out), self._row(lse), self._to(dout),
             self._row(dlse), wanted, self.deterministic,
         )  # fmt: skip
         return (*map(self._from, (dq, dk, dv)), *sums), softmax_d
@@ -341,7 +342,7 @@ def _names_of(captures, given):
 
 def _way_of_mods(
     q, k, scale, lengths, places, score_mod, mask_mod, deterministic, alibi_slopes, attn_bias, attn_mask, window,
-    wants_max, shift,
+    wants_max, shift, dropout_p,
 ):  # fmt: skip
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k)]
@@ -355,20 +356,23 @@ def _way_of_mods(
     elif has_dense_mask and is_on_cpu(q) and not is_imagined() and not is_watched(attn_mask):
         shape = *views[0].shape[:3], views[1].shape[2]  # the layers of a model share a mask
         blocks = remembered(attn_mask, (shape, window), lambda: flex.prepare(*views, scale, None, mask_mod)[0].blocks)
-    call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max)
+    call, tensors = flex.prepare(*views, scale, score_mod, mask_mod, blocks, wants_max, dropout_p)
     given = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "attn_mask": attn_mask}
     names = _names_of((*tensors, *call.tensors()), given)
     return Mods(call, is_packed, deterministic, names, shift, lengths[0] if is_packed else None), tensors
 
 
-def _in_a_graph(q, k, v, scale, lengths, has_blocks, score_mod, mask_mod, sinks, shift, deterministic, wants_max):
+def _in_a_graph(
+    q, k, v, scale, lengths, has_blocks, score_mod, mask_mod, sinks, shift, deterministic, wants_max, dropout_p
+):
     """The mods of a call that Dynamo traces: out, lse and max_scores."""
     is_packed = len(lengths) > 0
     views = [(x.unsqueeze(0) if is_packed else x).transpose(1, 2) for x in (q, k, v)]
     of_rows = None if sinks is None else (sinks, shift, lengths[0] if is_packed else None)
     out, lse, max_scores = graph.attend_with_sinks(
-        *views, score_mod, mask_mod, scale, of_rows, wants_max, deterministic, mods.BLOCK if has_blocks else 0
-    )
+        *views, score_mod, mask_mod, scale, of_rows, wants_max, deterministic, mods.BLOCK if has_blocks else 0,
+        dropout_p,
+    )  # fmt: skip
     out = out.transpose(1, 2)
     return (out.squeeze(0), lse.squeeze(0), max_scores) if is_packed else (out, lse, max_scores)
 
@@ -412,6 +416,8 @@ def attend(
     softmax_scale = float(interface._as_scale(softmax_scale, q))
     causal, softcap = interface._as_number(causal, "causal"), float(interface._as_number(softcap, "softcap"))
     dropout_p = interface._as_number(dropout_p, "dropout_p")
+    if not 0 <= dropout_p < 1:
+        raise RuntimeError(f"dropout_p must be at least 0 and below 1; it is {dropout_p}")
     mask = softmax_scale, bool(causal), *map(int, interface._as_window(window_size)), softcap
     leaves = [x for x in (q, k, v, attn_bias, sinks) if x is not None]
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
@@ -421,7 +427,7 @@ def attend(
         "return_max_logits": return_max_logits,
         "return_lse with gradients": return_lse and is_recorded,
         # an exported program gets its gradients from the op of flex_attention, which knows sinks and lse
-        "torch.export": is_exporting() and block_table is None and not (dropout_p and not is_recorded),
+        "torch.export": is_exporting() and block_table is None,
         "sinks in fp64": _has_fp64_sinks(q, sinks) and block_table is None and not dropout_p,
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
@@ -437,8 +443,6 @@ def attend(
         tensors = interface._distinct(q, k, v, alibi_slopes, block_table, *lengths[:2])
         out, lse = _Extended.apply(way, sinks, *tensors)
     else:
-        if dropout_p != 0:
-            raise RuntimeError(f"dropout_p must be 0 with {reason}; it is {dropout_p}")
         if block_table is not None:
             raise RuntimeError(f"block_table cannot be combined with {reason}: paged keys are for plain kernels")
         if not lengths and not torch.compiler.is_dynamo_compiling() and shape[2] == 1:
@@ -450,12 +454,12 @@ def attend(
             has_blocks = places.has_window or (attn_mask is not None and not lengths)
             out, lse, max_scores = _in_a_graph(
                 q, k, v, softmax_scale, lengths, has_blocks, *functions, sinks, shift, deterministic,
-                return_max_logits,
+                return_max_logits, dropout_p,
             )  # fmt: skip
         else:
             way, tensors = _way_of_mods(
                 q, k, softmax_scale, lengths, places, *functions, deterministic, alibi_slopes, attn_bias, attn_mask,
-                mask[1:4], return_max_logits, shift,
+                mask[1:4], return_max_logits, shift, dropout_p,
             )  # fmt: skip
             out, lse, *rest = _Extended.apply(way, sinks, q, k, v, *tensors)
             max_scores = rest[0] if rest else None

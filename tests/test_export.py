@@ -278,13 +278,20 @@ def test_lists_that_another_graph_computes_are_taken_as_they_are():
         torch.testing.assert_close(found, model(q, *lists(change)), rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_with_sinks_is_refused_where_its_gradient_would_be_lost():
+def test_dropout_with_sinks_keeps_its_gradient():
     class Dropped(torch.nn.Module):
         def forward(self, q, sinks):
             return flash_attn_func(q, q, q, dropout_p=0.2, sinks=sinks)
 
     q, sinks = inputs(), torch.zeros(HEADS, requires_grad=True)
-    with pytest.raises(Exception, match="dropout_p must be 0 with torch.export"):
-        torch.export.export(Dropped(), (q, sinks))
+    program = torch.export.export(Dropped(), (q, sinks)).module()
+    torch.manual_seed(3)
+    loss = program(q, sinks).sin().sum()
+    grad = torch.autograd.grad(loss, sinks)[0]
+    for step in (-1e-2, 1e-2):  # of fp32
+        for head in range(HEADS):
+            torch.manual_seed(3)
+            moved = program(q, sinks.detach() + step * (torch.arange(HEADS) == head)).sin().sum()
+            torch.testing.assert_close((moved - loss) / step, grad[head], rtol=0.1, atol=0.02)
     with torch.no_grad():
         assert torch.export.export(Dropped(), (q, sinks)).module()(q, sinks).shape == q.shape

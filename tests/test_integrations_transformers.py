@@ -520,8 +520,34 @@ def test_dropout(registered):
         torch.manual_seed(seed)
         found.append(mine(ids, attention_mask=mask).logits[mask.bool()])
     assert found[0].equal(found[1]) and not found[0].equal(found[2])
-    with pytest.raises(NotImplementedError, match="dropout under a mask of rows and keys.*0.3: set it to 0"):
-        mine(ids, attention_mask=torch.rand(3, 1, 13, 13) > 0.5)
+    square = torch.rand(3, 1, 13, 13) > 0.5
+    found = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        found.append(mine(ids, attention_mask=square).logits)
+    assert found[0].equal(found[1]) and not found[0].equal(found[2])
+
+
+@pytest.mark.parametrize("attention", ["flash_attn", "flex_attention"])
+def test_dropout_beside_a_bias_of_positions(registered, calls, attention):
+    """T5 trains with dropout, and its bias learns. The first layer's dropout of weights is the only random one here."""
+    theirs, mine = models("T5", attention, dropout_rate=0.0)
+    ids, mask = tokens()
+    more = {"decoder_input_ids": ids}
+    module = next(m for m in mine.modules() if type(m).__name__ == "T5Attention")
+    module.dropout = 0.4
+    mine.train()
+    found = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        mine.zero_grad()
+        loss = mine(ids, attention_mask=mask, **more).logits.square().mean()
+        loss.backward()
+        found.append((loss.detach(), module.relative_attention_bias.weight.grad.clone()))
+    assert all(x.equal(y) for x, y in zip(*found[:2])) and not any(x.equal(y) for x, y in zip(*found[1:]))
+    assert calls and found[0][1].isfinite().all() and found[0][1].abs().max() > 0
+    module.dropout = 0.0
+    close(*(x.train()(ids, attention_mask=mask, **more).logits for x in (mine, theirs)), 1e-5)
 
 
 def test_half_precision_and_autocast(registered):

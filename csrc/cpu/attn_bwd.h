@@ -133,6 +133,7 @@ static void bwd_run_task(const bwd_job *job, const fa_task *task, const fa_task 
                   .dk = (float *)(scratch + l->dk),
                   .dv = (float *)(scratch + l->dv),
                   .bytes = (uint8_t *)(scratch + l->bytes),
+                  .hidden = (uint8_t *)(scratch + l->hidden),
                   .bias = (float *)(scratch + l->bias),
                   .tiles = (fa_bwd_tile *)(scratch + l->tile),
                   .key_rows = (const char **)(scratch + l->key_rows),

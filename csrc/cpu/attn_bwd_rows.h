@@ -187,7 +187,8 @@ static void bias_gradients_of_block(const bwd_rows_job *job, bwd_rows_task *b, c
                                          .num_keys = even,
                                          .lse = b->lse,
                                          .delta = b->delta,
-                                         .scale = scale},
+                                         .scale = scale,
+                                         .kept = 1.0f},
                         NULL, values);
     if (!sums->fp64 && !sums->fp32) return;
     for (int64_t lane = 0; lane < lanes; lane++)

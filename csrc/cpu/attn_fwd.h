@@ -57,8 +57,8 @@ typedef struct {
     int64_t head_kv;
     float scale; /* scale of the product */
     float *q_t, *o_t, *k, *v_t, *scores;
-    uint8_t *bytes;
-    float *bias; /* of one tile on the block */
+    uint8_t *bytes, *hidden; /* of dropout; flex: 1 where a pair is masked */
+    float *bias;             /* of one tile on the block */
     fa_fwd_tile *tiles;
     int num_tiles, num_open;            /* tiles of the task, and how many of them are open */
     int num_asked;                      /* tiles whose queries are prefetched, or open */
@@ -478,10 +478,10 @@ static void step_softmax(fwd_task *t, fwd_step *step) {
     const bool runs_flex = fa_flex_of(t->p) && step->runs_flex, has_options = step->adjusts && !runs_flex;
     if (runs_flex) {
         const flex_tile x = flex_tile_at(t, tile, t->block);
-        flex_hide(&x, &step->sight, &step->bounds, begin, end, t->bytes);
-        flex_scores(&x, step->scores, begin, end, t->scale, step->sight.has_gaps, t->bytes, step->new_max,
+        flex_hide(&x, &step->sight, &step->bounds, begin, end, t->hidden);
+        flex_scores(&x, step->scores, begin, end, t->scale, step->sight.has_gaps, t->hidden, step->new_max,
                     fa_flex_of(t->p)->max_scores.data ? tile->max_score : NULL);
-        if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->bytes);
+        if (!t->finite) flex_hide_infinite(step->scores, lanes, begin, end, t->hidden);
     } else if (has_options) {
         for (int lane = 0; lane < lanes && options.slope; lane++)
             diagonal[lane] = (float)(tile->diagonal[lane] - t->block);
@@ -538,7 +538,7 @@ static void step_output(fwd_task *t, const fwd_step *step) {
         const char *v_row = t->key_rows[t->block_kv + key];
         if (v_row)
             add_key_nonfinite(output.c, step->p, lanes, key, tile->first, tile->end, t->block,
-                              fa_flex_of(t->p) ? t->bytes : NULL, v_row, t->p->d_v, t->p->dtype);
+                              fa_flex_of(t->p) ? t->hidden : NULL, v_row, t->p->d_v, t->p->dtype);
     }
 }
 
@@ -655,6 +655,7 @@ static void run_task(const fwd_job *job, const fa_task *task, const fa_flex_prog
                   .v_t = (float *)(scratch + l->v_t),
                   .scores = (float *)(scratch + l->scores),
                   .bytes = (uint8_t *)(scratch + l->bytes),
+                  .hidden = (uint8_t *)(scratch + l->hidden),
                   .bias = (float *)(scratch + l->bias),
                   .tiles = (fa_fwd_tile *)(scratch + l->tile),
                   .num_tiles = (int)(task->end - task->begin),

@@ -44,8 +44,8 @@ typedef struct {
     int64_t tile_floats, v_tile_floats; /* floats from one tile to the next, in Q^T, Q, dQ^T, and in dO^T, dO */
     int block_q, block_kv, tiles;
     int ranges, shares; /* ranges of a sequence's keys; the ranges of a share form one task */
-    size_t q_t, dout_t, q, dout, dq_t, dq_range, k, v, k_t, scores, dprob, ds_words, bytes, bias, dk, dv, key_rows,
-        pieces, tile;
+    size_t q_t, dout_t, q, dout, dq_t, dq_range, k, v, k_t, scores, dprob, ds_words, bytes, hidden, bias, dk, dv,
+        key_rows, pieces, tile;
     size_t scratch_bytes;
     int64_t slab_tiles; /* tiles of one (range, key/value head) in a slab */
     size_t slabs_bytes;
@@ -115,7 +115,8 @@ static inline fa_bwd_layout fa_bwd_layout_of(const fa_problem *p, int word_elems
     l.scores = fa_take(&at, pairs * 4);
     l.dprob = fa_take(&at, pairs * 4);
     l.ds_words = fa_take(&at, word_elems == 2 ? pairs * 2 : 0);
-    l.bytes = fa_take(&at, p->dropout_p > 0 || fa_flex_of(p) ? pairs : 0);
+    l.bytes = fa_take(&at, p->dropout_p > 0 ? pairs : 0);
+    l.hidden = fa_take(&at, fa_flex_of(p) ? pairs : 0);
     l.bias = fa_take(&at, p->bias.data || fa_flex_of(p) ? pairs * 4 : 0);
     l.dk = fa_take(&at, l.task_keys * columns * 4);
     l.dv = fa_take(&at, l.task_keys * v_columns * 4);

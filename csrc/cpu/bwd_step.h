@@ -44,7 +44,7 @@ static void bwd_add_keys_nonfinite(const bwd_task *t, const fa_bwd_tile *tile, c
     for (int lane = 0; lane < tile->valid_lanes; lane++) {
         const int64_t first = tile->first[lane] - t->block, stop = tile->end[lane] - t->block;
         add_lane_nonfinite(grad + (t->block - t->keys_begin) * columns, columns, words, word_stride, lane,
-                           first > begin ? first : begin, stop < end ? stop : end, fa_flex_of(t->p) ? t->bytes : NULL,
+                           first > begin ? first : begin, stop < end ? stop : end, fa_flex_of(t->p) ? t->hidden : NULL,
                            tile->lanes, bwd_query_row(t->p, &t->s, view, tile->row[lane], tile->head[lane]), d,
                            t->p->dtype);
     }
@@ -188,12 +188,11 @@ static void bwd_step_keys(bwd_task *t, int i, int64_t begin, int64_t end, const 
                                       .end = bounds->end,
                                       .masked = masked || bwd_is_padded(tile) || bwd_is_odd(t, end)}};
     if (runs_flex && bwd_adds_bias(t, tile)) {
-        bwd_step_bias(t, tile, &args, masked ? t->bytes + begin * lanes : NULL);
+        bwd_step_bias(t, tile, &args, masked ? t->hidden + begin * lanes : NULL);
     } else if (runs_flex) {
         const flex_tile x = bwd_flex_tile(t, tile);
         const float scale = t->programs->score ? (float)p->scale : job->scale;
-        flex_gradients(&x, scores.c, dprob.c, begin, end, scale, tile->lse, tile->delta, t->bytes,
-                       !bwd_is_finite(t, tile));
+        flex_gradients(&x, &args, begin, end, scale, t->hidden, !bwd_is_finite(t, tile));
         flex_store_gradients(&args);
     } else {
         gradient_step(&args);
@@ -304,7 +303,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
     const bool runs_flex = fa_flex_of(p) && bwd_runs_flex(t, tile, &sight);
     if (runs_flex && (masked || !bwd_adds_bias(t, tile))) {
         const flex_tile x = bwd_flex_tile(t, tile);
-        flex_hide(&x, &sight, &bounds, begin, end, t->bytes);
+        flex_hide(&x, &sight, &bounds, begin, end, t->hidden);
     }
     for (int64_t key = begin, stop; key < end; key = stop) {
         stop = key + cached < end ? key + cached : end;
@@ -341,7 +340,7 @@ static void bwd_step_tile(bwd_task *t, int i) {
     for (int64_t key = begin; key < end && !t->k_finite; key++)
         if (t->key_rows[key])
             add_key_nonfinite(dq.c, ds_words, lanes, key, tile->first, tile->end, t->block,
-                              fa_flex_of(p) ? t->bytes : NULL, t->key_rows[key], p->d, p->dtype);
+                              fa_flex_of(p) ? t->hidden : NULL, t->key_rows[key], p->d, p->dtype);
 }
 
 #endif

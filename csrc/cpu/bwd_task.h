@@ -44,8 +44,8 @@ typedef struct {
     int64_t range;                                               /* range of the block */
     int64_t first_tile;                                          /* first tile of the pass */
     float *q_t, *dout_t, *q, *dout, *dq_t, *dq_range, *k, *v, *k_t, *scores, *dprob, *ds_words, *dk, *dv;
-    uint8_t *bytes;
-    float *bias; /* of one tile on some keys of the block */
+    uint8_t *bytes, *hidden; /* of dropout; flex: 1 where a pair is masked */
+    float *bias;             /* of one tile on some keys of the block */
     fa_bwd_tile *tiles;
     bool k_finite;                      /* all elements of the block's K are finite, where K^T is packed */
     int num_tiles, num_open;            /* tiles of the pass, and how many of them are open */

@@ -37,7 +37,7 @@ typedef struct {
     int64_t columns;  /* d_v padded to whole transposes, the number of rows of V^T and O^T */
     int64_t v_stride; /* words of a row of V^T */
     int block_q, block_kv, tiles;
-    size_t q_t, o_t, k, v_t, scores, bytes, bias, key_rows, pieces, tile; /* offsets in a scratch */
+    size_t q_t, o_t, k, v_t, scores, bytes, hidden, bias, key_rows, pieces, tile; /* offsets in a scratch */
     size_t scratch_bytes;
 } fa_fwd_layout;
 
@@ -80,7 +80,8 @@ static inline fa_fwd_layout fa_fwd_layout_of(const fa_problem *p, int word_elems
     l.k = fa_take(&at, block_kv * words * 4);
     l.v_t = fa_take(&at, columns * l.v_stride * 4);
     l.scores = fa_take(&at, (int64_t)score_buffers * block_kv * block_q * 4);
-    l.bytes = fa_take(&at, p->dropout_p > 0 || fa_flex_of(p) ? (int64_t)block_kv * block_q : 0);
+    l.bytes = fa_take(&at, p->dropout_p > 0 ? (int64_t)block_kv * block_q : 0);
+    l.hidden = fa_take(&at, fa_flex_of(p) ? (int64_t)block_kv * block_q : 0);
     l.bias = fa_take(&at, p->bias.data ? (int64_t)block_kv * block_q * 4 : 0);
     l.key_rows = fa_take(&at, 4 * block_kv * (int64_t)sizeof(void *));
     l.pieces = fa_take(&at, 2 * (block_kv + block_q) * fetch_pieces(widest * 4) * (int64_t)sizeof(void *));

@@ -56,16 +56,6 @@ static double score(const head_view *a, const query_row q, const row k, const ro
     return p->bias.data ? s + bias_of(a, i, j) : s;
 }
 
-static bool is_kept(const head_view *a, int64_t i, int64_t j) {
-    return fa_dropout_byte(a->p->seed, a->stream, i, j) <= a->p->keep_max;
-}
-
-/* z_ij of the formulas at the top. */
-static double dropout_factor(const head_view *a, int64_t i, int64_t j) {
-    if (a->p->dropout_p == 0) return 1;
-    return is_kept(a, i, j) ? 1 / (1 - a->p->dropout_p) : 0;
-}
-
 /* The largest score of row i over keys [first, end). NaN never is the largest, but reaches o and lse through the
  * sum. */
 static double row_max(const head_view *a, const query_row q, int64_t i, int64_t first, int64_t end) {

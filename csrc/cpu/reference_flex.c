@@ -1,12 +1,13 @@
 /* The specification of programmable attention (flex/flex.h), in plain loops with double accumulators:
  *
  *   s_ij = score_mod(scale q_i.k_j)             in a pair that is not masked
- *   p_ij = exp(s_ij) / sum_j exp(s_ij)          o_i = sum_j p_ij v_j     lse_i = ln sum_j exp(s_ij)
+ *   p_ij = exp(s_ij) / sum_j exp(s_ij)          o_i = sum_j z_ij p_ij v_j     lse_i = ln sum_j exp(s_ij)
  *
  *   delta_i = dout_i.o_i - dlse_i               softmax_d
- *   ds_ij = derivative(p_ij (dout_i.v_j - delta_i))
- *   dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i p_ij dout_i
+ *   ds_ij = derivative(p_ij (z_ij dout_i.v_j - delta_i))
+ *   dq_i = scale sum_j ds_ij k_j     dk_j = scale sum_i ds_ij q_i     dv_j = sum_i z_ij p_ij dout_i
  *
+ * z is that of dropout, as in reference.c.
  * The mods call query i of batch b by the name i + q_offset[b].
  * A pair is masked by its block, by the mask_mod, or by a score of -inf. A masked pair is skipped and never multiplied
  * by zero. Scores enter and leave a program as fp32, unless the tensors are fp64. Other rules: reference.c.
@@ -129,7 +130,7 @@ static void forward_row(const flex_head *x, int64_t i) {
         const double weight = weight_of(x->s[j], largest);
         sum += weight;
         load_value(v, a, j);
-        add_scaled(o, weight, v, p->d_v);
+        add_scaled(o, weight * dropout_factor(a, i, j), v, p->d_v);
     }
     const double factor = end_row(a, i, largest, sum);
     store_row(p->o.data, fa_query_offset(&p->o, &a->s, i, a->head), o, factor, p->d_v, fa_output_dtype(p->dtype));
@@ -169,8 +170,9 @@ static void backward_row(const flex_head *x, int64_t i) {
         x->p[j] = x->ds[j] = 0;
         if (x->s[j] == -INFINITY) continue;
         load_value(v, a, j);
-        x->p[j] = exp(x->s[j] - lse);
-        x->ds[j] = x->p[j] * (dot(dout, v, p->d_v) - delta);
+        const double prob = exp(x->s[j] - lse), z = dropout_factor(a, i, j);
+        x->p[j] = prob * z;
+        x->ds[j] = prob * (z * dot(dout, v, p->d_v) - delta);
     }
     if (!is_empty && x->derivative) differentiate(x, i);
     for (int64_t j = 0; j < a->s.len_kv && !is_empty; j++) {

@@ -111,6 +111,16 @@ static inline double in_range(const fa_problem *p, double s) {
     return p->dtype != FA_F64 && fabs(s) > FLT_MAX * LN_2 ? copysign(INFINITY, s) : s;
 }
 
+static inline bool is_kept(const head_view *a, int64_t i, int64_t j) {
+    return fa_dropout_byte(a->p->seed, a->stream, i, j) <= a->p->keep_max;
+}
+
+/* z_ij: the factor of dropout. */
+static inline double dropout_factor(const head_view *a, int64_t i, int64_t j) {
+    if (a->p->dropout_p == 0) return 1;
+    return is_kept(a, i, j) ? 1 / (1 - a->p->dropout_p) : 0;
+}
+
 /* exp(s - largest). If largest is -inf, the subtraction would give NaN, so s is used alone. */
 static inline double weight_of(double s, double largest) { return exp(largest == -INFINITY ? s : s - largest); }
 

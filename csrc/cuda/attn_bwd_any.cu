@@ -114,20 +114,25 @@ DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[
                 for (int m = 0; m < BLOCKS; m++) s[m][n][e] = dp[m][n][e] = 0;
 }
 
+/* Bit 4 n + e says whether dropout keeps element e of fragment n of a block of [16, WALK]. */
+DEVICE u32 kept_of(const fa_cuda_problem &p, const sequence &seq, int head, int own_row, int walk) {
+    const dropout drop(p, seq.b_idx, head);
+    if (!drop.is_on) return 0xffffffffu;
+    return OWNS_KEYS ? drop.kept_rows_are_keys<N>(own_row, walk) : drop.kept_rows_are_queries<N>(own_row, walk);
+}
+
 /* Does the same for a block of [16, WALK] and for all problems. Own rows begin at `own_row`, and walked rows begin
  * at `walk`. Bit 4 n + e of the result says that the query of element e of fragment n sees the key. */
 DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head, int own_row, int walk,
                         const row_stats (&own)[2], factor *queries, float (&s)[N][4], float (&dp)[N][4]) {
     const scorer score(p, seq, head);
-    const dropout drop(p, seq.b_idx, head);
     const int l = laneid(), row = own_row + l / 4, column = walk + 2 * (l % 4);
     const int own_shift = OWNS_KEYS ? 0 : score.at.shift, walk_shift = OWNS_KEYS ? score.at.shift : 0;
-    u32 kept = 0xffffffffu, seen = 0;
+    const u32 kept = kept_of(p, seq, head, own_row, walk);
+    u32 seen = 0;
     int chunk[2]; /* first position of the chunk that holds the thread's row */
     if (OF_3 && p.attention_chunk > 0)
         for (int half = 0; half < 2; half++) chunk[half] = chunk_begin(row + 8 * half + own_shift, p.attention_chunk);
-    if (drop.is_on)
-        kept = OWNS_KEYS ? drop.kept_rows_are_keys<N>(own_row, walk) : drop.kept_rows_are_queries<N>(own_row, walk);
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
@@ -156,12 +161,13 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
 }
 
 #if FLEX
-/* Does make_weights' work with the user's functions, for a tile of this kind. mod is of the query head, and scale makes
- * scores of Q K^T. The loop is that of apply_mods in attn_fwd_any.cu. */
-DEVICE u32 make_flex_weights(const mods &mod, const sequence &seq, float scale, block_kind kind, int own_row, int walk,
-                             const row_stats (&own)[2], factor *queries, mod_sums &sums, float (&s)[N][4],
-                             float (&dp)[N][4]) {
+/* Does make_weights' work with the user's functions, for a tile of this kind. mod is of the query head. The loop is
+ * that of apply_mods in attn_fwd_any.cu. */
+DEVICE u32 make_flex_weights(const fa_cuda_problem &p, const mods &mod, const sequence &seq, int head, block_kind kind,
+                             int own_row, int walk, const row_stats (&own)[2], factor *queries, mod_sums &sums,
+                             float (&s)[N][4], float (&dp)[N][4]) {
     const int row = own_row + laneid() / 4, column = walk + 2 * (laneid() % 4);
+    const u32 kept = kept_of(p, seq, head, own_row, walk);
     const u32 in_mask = pairs_that_see<N, OWNS_KEYS>(mod, kind, seq.len_q, seq.len_kv, row, column);
     u32 seen = 0;
 #pragma unroll 1
@@ -173,13 +179,14 @@ DEVICE u32 make_flex_weights(const mods &mod, const sequence &seq, float scale, 
             const int i = OWNS_KEYS ? along : across, j = OWNS_KEYS ? across : along;
             const row_stats q = OWNS_KEYS ? stats_behind(queries, along - walk) : own[e / 2];
             const bool exists = i < seq.len_q && j < seq.len_kv && q.lse != INF;
-            const float x = __fmul_rn(s[0][e], scale), score = mod.score(x, i, j);
+            const float x = __fmul_rn(s[0][e], p.scale), score = mod.score(x, i, j);
             const bool sees = exists && score != -INF && (in_mask >> (4 * n + e) & 1);
             weights[e] = changes[e] = 0;
             seen |= (u32)sees << (4 * n + e);
             if (sees) {
-                weights[e] = ex2((score - q.lse) * LOG2_E);
-                if (ADDS_DS) changes[e] = mod.derivative(sums, x, weights[e] * (dp[0][e] - q.delta), i, j);
+                const float prob = ex2((score - q.lse) * LOG2_E), z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
+                weights[e] = prob * z;
+                if (ADDS_DS) changes[e] = mod.derivative(sums, x, prob * (z * dp[0][e] - q.delta), i, j);
             }
         }
         move_up(s, weights);
@@ -301,7 +308,7 @@ DEVICE void walk_over(const problem &p, shared_memory &shared, const sequence &s
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++)
 #if FLEX
-                seen[m] = make_flex_weights(mod, s, p.scale, kind, warp_own + 16 * m, first, own_stats[m], walk_s, sums,
+                seen[m] = make_flex_weights(p, mod, s, head, kind, warp_own + 16 * m, first, own_stats[m], walk_s, sums,
                                             scores[m], dp[m]);
 #else
                 seen[m] = make_weights(p, s, head, warp_own + 16 * m, first, own_stats[m], walk_s, scores[m], dp[m]);

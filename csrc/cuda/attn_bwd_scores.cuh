@@ -299,6 +299,26 @@ DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
     return bits;
 }
 
+/* Pairs of a thread that dropout drops: a bit for each register of S. With the user's functions a weight may have
+ * either sign, so there the bits are kept beside the weights, or drawn by each warpgroup that wants them. */
+template <bool IS_ON> struct dropped_pairs {
+    DEVICE dropped_pairs(const params &, const tile &, int, int) {}
+    DEVICE bool has(int) const { return false; }
+};
+template <> struct dropped_pairs<true> {
+    u32 words[(S_REGS + 31) / 32] = {};
+
+    /* Whole warp. head: the query head */
+    DEVICE dropped_pairs(const params &p, const tile &t, int head, int q_tile) {
+        const int key = place_of(t, q_tile).key;
+#pragma unroll
+        for (int g = 0; g < S_REGS / 8; g++)
+            words[g / 4] |= dropped(p, (u64)(t.b_idx * p.h + head) * 32, key, q_tile * (BLOCK_Q / 16) + g)
+                            << 8 * (g % 4);
+    }
+    DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+};
+
 #if FLEX
 /* Pairs of a thread that do not see each other: a bit for each register of S. With FLEX_HIDDEN these bits come from
  * flex_hidden.cu. */
@@ -382,13 +402,14 @@ DEVICE head_values values_of(const params &p, const tile &t, const mods &mod) {
 }
 
 /* Computes P in 16 bits, for dV, with the user's functions. `s` becomes the weights of dS: the exact P, times the
- * derivative of the score_mod. With KEEPS_SCORES `s` becomes the scores before the score_mod.
+ * derivative of the score_mod. With KEEPS_SCORES `s` becomes the scores before the score_mod. Dropout clears P alone.
  *
  * NOTE: the user's functions are computed for hidden pairs, too. A condition would become a branch of each register,
  * with the loads of captures behind the branch. */
 DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                                  const mods &mod, const head_values &of_head, const hidden_pairs &hidden, bool hides,
-                                 const first_pair &at, const loaded_pairs<LOADS_PAIRS_EARLY> &pairs) {
+                                 const dropped_pairs<DROPOUT> &drops, const first_pair &at,
+                                 const loaded_pairs<LOADS_PAIRS_EARLY> &pairs) {
 #if FLEX_ADDS
     /* One pass over the registers, behind the branch that hides pairs: the sums run beside the exponentials. A sum of
      * a hidden pair that may be NaN would be NaN with -inf, too. There the branch comes behind the exponentials. NOTE:
@@ -405,7 +426,8 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
     }
     if (!FLEX_IS_FINITE && hides) hidden.set(s, 0);
 #pragma unroll
-    for (int i = 0; i < P_REGS; i++) P[i] = cvt_x2<element>(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < P_REGS; i++)
+        P[i] = cvt_x2<element>(drops.has(2 * i) ? 0 : s[2 * i], drops.has(2 * i + 1) ? 0 : s[2 * i + 1]);
 #else
 #pragma unroll
     for (int i = 0; i < S_REGS && FLEX_SCORE && !FLEX_FACTOR; i++) {
@@ -425,7 +447,7 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
             if (hidden.has(i)) score = -INF;
         }
         const float prob = ex2(fmaf(score, p.scale_log2, -lse[stat_of(i)]));
-        probs[i % 2] = prob;
+        probs[i % 2] = drops.has(i) ? 0 : prob;
         if (i % 2) P[i / 2] = cvt_x2<element>(probs[0], probs[1]);
         if constexpr (KEEPS_SCORES) {
             s[i] = rounded_score(x);
@@ -522,10 +544,11 @@ DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS
  * dp         dP, or dP - D if the sum started with -D
  * stats      D, in shared memory
  * weight(i)  the weight of register i, as `exponentiate` leaves the weights in `s`
+ * drops(i)   does dropout drop the element? Without the user's functions the weight's sign says so.
  * end(i, x)  what becomes of dS in register i */
-template <class weight_of_register, class end_of_register>
+template <class weight_of_register, class drops_register, class end_of_register>
 DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, float keep_scale,
-                          weight_of_register weight, end_of_register end) {
+                          weight_of_register weight, drops_register drops, end_of_register end) {
 #pragma unroll
     for (int i = 0; i < P_REGS; i++) {
         float x[2];
@@ -533,12 +556,12 @@ DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const fl
         for (int k = 0; k < 2; k++) {
             const float w = weight(2 * i + k);
             x[k] = dp[2 * i + k];
-            if (DROPOUT) x[k] = __float_as_uint(w) >> 31 ? 0 : x[k] * keep_scale;
+            if (DROPOUT) x[k] = (FLEX ? drops(2 * i + k) : __float_as_uint(w) >> 31) ? 0 : x[k] * keep_scale;
             if (!STARTS_WITH_D) {
                 const float4 four = four_stats(stats, i / 4, threadIdx.x % 4);
                 x[k] -= i % 4 < 2 ? (k ? four.y : four.x) : (k ? four.w : four.z);
             }
-            x[k] = end(2 * i + k, x[k] * (DROPOUT ? fabsf(w) : w));
+            x[k] = end(2 * i + k, x[k] * (DROPOUT && !FLEX ? fabsf(w) : w));
         }
         dS[i] = cvt_x2<element>(x[0], x[1]);
     }
@@ -546,7 +569,7 @@ DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const fl
 template <class weight_of_register>
 DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, float keep_scale,
                           weight_of_register weight) {
-    differentiate(dp, dS, stats, keep_scale, weight, [](int, float x) { return x; });
+    differentiate(dp, dS, stats, keep_scale, weight, [](int) { return false; }, [](int, float x) { return x; });
 }
 
 #if FLEX
@@ -555,7 +578,8 @@ DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const fl
 template <class kept_of_register>
 DEVICE void differentiate_by_mods(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, const float *lse,
                                   const params &p, const tile &t, const mods &mod, const hidden_pairs &hidden,
-                                  int q_tile, sums_of_step &sums, kept_of_register kept) {
+                                  const dropped_pairs<DROPOUT> &drops, int q_tile, sums_of_step &sums,
+                                  kept_of_register kept) {
     const first_pair at = pair_of(t, q_tile);
     const int row = at.row;
     const auto weight = [&](int i) {
@@ -567,11 +591,12 @@ DEVICE void differentiate_by_mods(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], 
         const float prob = ex2(fmaf(score, p.scale_log2, -own));
         return hidden.has(i) ? 0 : prob;
     };
-    differentiate(dp, dS, stats, 1, weight, [&](int i, float x) {
+    const auto end = [&](int i, float x) {
         const float score = KEEPS_SCORES ? kept(i) : 0;
         return FLEX_PARTS || KEEPS_SCORES ? sums.derivative(mod, i, score, x, row + row_of(i), at.key + 8 * key_of(i))
                                           : x;
-    });
+    };
+    differentiate(dp, dS, stats, p.keep_scale, weight, [&](int i) { return drops.has(i); }, end);
 }
 
 /* Whole warp. Ends a step's sums, and a work tile's sums. */
@@ -595,22 +620,24 @@ struct step_mods {
     const mods mod;
     hidden_pairs hidden;
     bool hides = false;
+    const dropped_pairs<DROPOUT> drops;
 
     /* Q of the step is there. looks: are the hidden pairs wanted? */
     template <class shared_memory>
     DEVICE step_mods(const params &p, const shared_memory &s, const tile &t, int stage, int head_in_group,
                      bool looks = true)
-        : entry(uniform(s.words.steps[stage]) >> 2), mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group) {
+        : entry(uniform(s.words.steps[stage]) >> 2), mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group),
+          drops(p, t, t.first_head + head_in_group, query_tile_of(entry)) {
         if (looks) hides = FLEX_HIDDEN ? hidden.load(t, entry) : hidden.find(p, t, mod, entry);
     }
     DEVICE void exponentiate(float (&S)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                              const tile &t) const {
-        exponentiate_by_mods(S, lse, P, p, mod, values_of(p, t, mod), hidden, hides, pair_of(t, query_tile_of(entry)),
-                             loaded_pairs<LOADS_PAIRS_EARLY>());
+        exponentiate_by_mods(S, lse, P, p, mod, values_of(p, t, mod), hidden, hides, drops,
+                             pair_of(t, query_tile_of(entry)), loaded_pairs<LOADS_PAIRS_EARLY>());
     }
     DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, const float *lse,
                               const params &p, const tile &t, sums_of_step &sums, const float (&kept)[S_REGS]) const {
-        differentiate_by_mods(dp, dS, stats, lse, p, t, mod, hidden, query_tile_of(entry), sums,
+        differentiate_by_mods(dp, dS, stats, lse, p, t, mod, hidden, drops, query_tile_of(entry), sums,
                               [&](int i) { return kept[i]; });
     }
     DEVICE void give(sums_of_step &sums, const params &p, const tile &t, int head_in_group,

@@ -135,8 +135,9 @@ DEVICE void make_weights(const fa_cuda_problem &p, const sequence &s, int head, 
 
 #if FLEX
 /* The same with the user's functions. Pairs that do not count have weights of 0. Returns a bit for each that counts. */
-DEVICE u32 make_flex_weights(const fa_cuda_problem &p, const row_stats &rows, pair_values &pairs, capture_sums &sums,
-                             float (&x)[N][4], float (&dp)[N][4]) {
+DEVICE u32 make_flex_weights(const fa_cuda_problem &p, const unit_place &at, const row_stats &rows, pair_values &pairs,
+                             capture_sums &sums, float (&x)[N][4], float (&dp)[N][4]) {
+    const u32 kept = DROPOUT ? dropout(p, at.s.b_idx, at.head).kept_rows_are_queries<N>(pairs.row, 0) : ~0u;
     u32 seen = 0;
 #pragma unroll
     for (int n = 0; n < N; n++)
@@ -147,10 +148,11 @@ DEVICE u32 make_flex_weights(const fa_cuda_problem &p, const row_stats &rows, pa
             const bool sees = pairs.sees(n, e) && rows.lse[half] != INF;
             const float y =
                 MODS_CHANGE_SCORES ? (score - rows.lse[half]) * LOG2_E : fmaf(score, p.scale * LOG2_E, -rows.lse[half]);
-            const float prob = sees ? ex2(y) : 0, grad = prob * (dp[n][e] - rows.delta[half]);
+            const float prob = sees ? ex2(y) : 0, z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
+            const float grad = prob * ((DROPOUT ? z * dp[n][e] : dp[n][e]) - rows.delta[half]);
             const float change = derivative_of(pairs, sums, __fmul_rn(x[n][e], p.scale), grad, sees, n, e);
             seen |= (u32)sees << (4 * n + e);
-            x[n][e] = prob, dp[n][e] = sees ? change : 0;
+            x[n][e] = DROPOUT ? prob * z : prob, dp[n][e] = sees ? change : 0;
         }
     return seen;
 }
@@ -392,7 +394,7 @@ DEVICE void make_gradients(const problem &p, unit_memory &unit, const unit_place
         multiply_rows(dp, unit.dout + row * PITCH, unit.v);
         u32 seen[1];
 #if FLEX
-        seen[0] = make_flex_weights(p, rows, pairs, sums, x[0], dp[0]);
+        seen[0] = make_flex_weights(p, at, rows, pairs, sums, x[0], dp[0]);
 #else
         if (is_masked)
             make_weights<true>(p, s, at.head, row, rows, x[0], dp[0]);

@@ -430,6 +430,7 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 first_pair at = pair_of(t, query_tile_of(entry));
                 if (FLEX_SCORE) pin(at.row), pin(at.key);
                 const head_values of_head = values_of(p, t, mod);
+                const dropped_pairs<DROPOUT> drops(p, t, t.first_head + head_in_group, query_tile_of(entry));
 #endif
 #if ALIBI /* loaded while S is on its way */
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
@@ -440,7 +441,7 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 if (LOADS_LSE_LATE) load_stats(lse, s.lse[r.stage], lane);
                 if (TAKES_TURNS) bar_sync(BAR_TURN + wg, 256);
 #if FLEX
-                exponentiate_by_mods(S, lse, P, p, mod, of_head, hidden, hides, at, pairs);
+                exponentiate_by_mods(S, lse, P, p, mod, of_head, hidden, hides, drops, at, pairs);
 #elif ALIBI
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked, bias);
@@ -484,8 +485,8 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 const auto weight = [&](int i) { return i < FLOAT_WEIGHTS ? S[i] : weight_of(weights, rest, i); };
 #if FLEX
                 sums_of_step sums;
-                differentiate_by_mods(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, mod, hidden, query_tile_of(entry),
-                                      sums, weight);
+                differentiate_by_mods(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, mod, hidden, drops,
+                                      query_tile_of(entry), sums, weight);
 #else
                 differentiate(dP, dS, s.d[r.stage], p.keep_scale, weight);
 #endif

@@ -102,7 +102,7 @@ DEVICE void finish_row(const problem &p, const sequence &s, int head, v_block v,
     if (p.num_parts > 1) {
         const long long at = (((long long)part * p.b + s.b_idx) * p.h + head) * p.len_q + i;
         if (lane() % 4 == 0) p.part_lse[at] = lse;
-        store_part(p.part_o + at * p.d_v, o, half, is_empty ? 0 : 1 / sum, is_empty, p.d_v);
+        store_part(p.part_o + at * p.d_v, o, half, is_empty ? 0 : p.keep_scale / sum, is_empty, p.d_v);
         return;
     }
 #endif
@@ -221,7 +221,7 @@ DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, i
 #endif
         }
         softmax_step(scores, o, rows, unit * LOG2_E);
-        if (!FLEX && p.rng_state)
+        if (p.rng_state)
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) drop_scores(p, s, head, scores[m], warp_row + 16 * m, first);
         if (is_exact)

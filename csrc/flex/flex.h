@@ -3,15 +3,16 @@
  *   s = scale q.k                                        fp32; fp64 if the tensors are fp64
  *   s = score_mod(s, b, h, i, j)                         in every pair that is computed
  *   s = -inf   unless the pair's block is full, or it is partial and mask_mod(b, h, i, j) is true
- *   o = softmax(s) v      lse = ln sum exp(s)      max_scores = max s      a row that sees no key: 0, -inf, -inf
+ *   o = (z softmax(s)) v      lse = ln sum exp(s)      max_scores = max s      a row that sees no key: 0, -inf, -inf
  *
- * Here h is the query head. j counts from 0 in its sequence, and i from q_offset[b]. A pair of score -inf is masked.
+ * Here h is the query head. j counts from 0 in its sequence, and i from q_offset[b]. A pair of score -inf is masked. z
+ * is that of dropout (cpu/dropout.h), whose rows count from 0.
  * The backward:
  *
- *   delta = dout.o - dlse      ds = p (dout.v - delta)      of s before the score_mod: derivative(s, ds, b, h, i, j)
+ *   delta = dout.o - dlse      ds = p (z dout.v - delta)      of s before the score_mod: derivative(s, ds, b, h, i, j)
  *
  * The tensors of the problem are dense. In a forward, k and v may be pages, and seqused_k may say how many keys there
- * are. The problem has no window, softcap, slopes, dropout, append or rotary of its own. */
+ * are. The problem has no window, softcap, slopes, append or rotary of its own. */
 #ifndef FA_FLEX_FLEX_H
 #define FA_FLEX_FLEX_H
 

@@ -17,14 +17,14 @@ static bool fits(const fa_flex_bound *bound, fa_flex_type result, fa_flex_type s
     return fa_flex_result(bound->program) == result;
 }
 
-/* A flex problem has no options of its own (flex/flex.h), and its programs have the types of its tensors. */
+/* A flex problem has no options of its own but dropout (flex/flex.h). Its programs have the types of its tensors. */
 static fa_status check_flex(const fa_problem *p, fa_error *err) {
     const fa_flex *f = p->flex;
     const fa_flex_type score = p->dtype == FA_F64 ? FA_FLEX_F64 : FA_FLEX_F32;
     const bool is_dense = !p->cu_seqlens_q && !p->cu_seqlens_k && !p->seqused_q && !p->leftpad_k && !p->cache_batch_idx;
     const bool is_cache = p->seqused_k || p->paged;
     const bool is_plain = p->window_left < 0 && p->window_right < 0 && p->attention_chunk == 0 && p->softcap == 0 &&
-                          !p->alibi_slopes && p->dropout_p == 0 && !p->s_dmask && !p->qv.data && !p->k_new.data &&
+                          !p->alibi_slopes && !p->s_dmask && !p->wants_s_dmask && !p->qv.data && !p->k_new.data &&
                           !p->rotary_cos && p->dtype != FA_E4M3;
     const bool has_blocks =
         f->block_q == 0 || (f->block_q > 0 && f->block_kv > 0 && f->mask_b > 0 && f->mask_h > 0 &&

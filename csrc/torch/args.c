@@ -244,6 +244,32 @@ static fa_status check_shapes(const fa_call *c, fa_problem *p, fa_error *err) {
     return FA_OK;
 }
 
+/* ---- dropout ----------------------------------------------------------------------------------------------- */
+
+fa_status fa_read_dropout_p(double dropout_p, fa_problem *p, fa_error *err) {
+    REQUIRE(dropout_p < 1, "Expected p_dropout < 1.f to be true; dropout_p is %g, allowed is 0 <= dropout_p < 1",
+            dropout_p);
+    REQUIRE(dropout_p >= 0, "dropout_p must be at least 0; it is %g", dropout_p);
+    p->dropout_p = dropout_p;
+    p->keep_max = (uint8_t)floorf(255.0f * (1.0f - (float)dropout_p));
+    return FA_OK;
+}
+
+fa_status fa_read_rng_state(const fa_tensor *rng, const fa_tensor *q, fa_problem *p, fa_error *err) {
+    TRY(check_device(rng, q, err));
+    REQUIRE(rng->dtype == fa_torch.i64, "rng_state must have dtype int64; it is %s", dtype_words(rng->dtype));
+    TRY(SHAPE(rng, "(2)", 2));
+    REQUIRE(contiguous(rng), "rng_state must be contiguous; it has stride %" PRId64, rng->stride[0]);
+    if (p->device == FA_CUDA) {
+        p->rng_state = (const uint64_t *)rng->data;
+    } else {
+        const int64_t *state = (const int64_t *)rng->data;
+        p->seed = (uint64_t)state[0];
+        p->offset = (uint64_t)state[1];
+    }
+    return FA_OK;
+}
+
 /* ---- options ----------------------------------------------------------------------------------------------- */
 
 static fa_status check_alibi(const fa_call *c, fa_problem *p, fa_error *err) {
@@ -330,14 +356,10 @@ static fa_status check_options(const fa_call *c, fa_problem *p, fa_error *err) {
     p->scale = c->default_scale ? pow((double)terms, -0.5) : c->softmax_scale;
     p->softcap = c->softcap > 0 ? c->softcap : 0;
 
-    REQUIRE(c->dropout_p < 1, "Expected p_dropout < 1.f to be true; dropout_p is %g, allowed is 0 <= dropout_p < 1",
-            c->dropout_p);
-    REQUIRE(c->dropout_p >= 0, "dropout_p must be at least 0; it is %g", c->dropout_p);
+    TRY(fa_read_dropout_p(c->dropout_p, p, err));
     REQUIRE(!c->return_softmax || c->dropout_p > 0,
             "return_softmax is only supported when p_dropout > 0.0; dropout_p is %g", c->dropout_p);
-    p->dropout_p = c->dropout_p;
     p->wants_s_dmask = c->return_softmax;
-    p->keep_max = (uint8_t)floorf(255.0f * (1.0f - (float)c->dropout_p));
 
     p->window_left = side_of_window(c->window_left);
     p->window_right = c->causal ? 0 : side_of_window(c->window_right);
@@ -374,18 +396,7 @@ static fa_status check_saved(const fa_call *c, fa_problem *p, fa_error *err) {
                             .stride_row = c->is_for_cpu ? lse->stride[lse->ndim - 1] : 0};
     if (c->dropout_p == 0) return FA_OK;
     REQUIRE(present(rng), "rng_state must be given when dropout_p > 0: the one that the forward returned; it is None");
-    TRY(check_device(rng, &c->q, err));
-    REQUIRE(rng->dtype == fa_torch.i64, "rng_state must have dtype int64; it is %s", dtype_words(rng->dtype));
-    TRY(SHAPE(rng, "(2)", 2));
-    REQUIRE(contiguous(rng), "rng_state must be contiguous; it has stride %" PRId64, rng->stride[0]);
-    if (p->device == FA_CUDA) {
-        p->rng_state = (const uint64_t *)rng->data;
-    } else {
-        const int64_t *state = (const int64_t *)rng->data;
-        p->seed = (uint64_t)state[0];
-        p->offset = (uint64_t)state[1];
-    }
-    return FA_OK;
+    return fa_read_rng_state(rng, &c->q, p, err);
 }
 
 /* ---- the tensors themselves --------------------------------------------------------------------------------- */

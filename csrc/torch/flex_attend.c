@@ -36,8 +36,8 @@ enum { Q_OFFSET, KV_LEN, BLOCK_TABLE, NUM_PLACES };
 typedef struct {
     PyObject *q, *k, *v, *out, *lse, *max_scores, *dout, *dlse, *dq, *dk, *dv, *softmax_d;
     PyObject *scale, *plain, *score, *mask, *blocks, *derivative, *gradients, *deterministic;
-    PyObject *sequences, *sinks;
-    fa_flex_tensor tensors[13], lists[NUM_LISTS], places[NUM_PLACES], of_sinks[3];
+    PyObject *sequences, *sinks, *dropout;
+    fa_flex_tensor tensors[14], lists[NUM_LISTS], places[NUM_PLACES], of_sinks[3];
     fa_flex_values *programs[3]; /* owned */
     void **gradient_data;        /* owned */
     /* Of a call that makes its results: */
@@ -413,6 +413,19 @@ static fa_status read_sinks(flex_call *c, fa_error *err) {
     return read_stats(c, 12, of[3], "the probability of sinks", &c->problem.sink_probability, err);
 }
 
+static fa_status read_dropout(flex_call *c, fa_error *err) {
+    fa_flex_tensor *state = &c->tensors[13];
+    if (!c->dropout || c->dropout == Py_None) return FA_OK;
+    REQUIRE(PyTuple_Check(c->dropout) && PyTuple_Size(c->dropout) == 2,
+            "dropout must be None or a probability and rng_state");
+    const double dropout_p = PyFloat_AsDouble(PyTuple_GetItem(c->dropout, 0));
+    if (PyErr_Occurred()) return fa_keep_exception(), FA_EPYTHON;
+    TRY(fa_read_dropout_p(dropout_p, &c->problem, err));
+    TRY(fa_flex_read_tensor(PyTuple_GetItem(c->dropout, 1), "rng_state", state, err));
+    REQUIRE(present(&state->t), "rng_state must be given with dropout; it is None");
+    return fa_read_rng_state(&state->t, &c->tensors[0].t, &c->problem, err);
+}
+
 /* The kernels leave what they walk through to the next call, if the blocks have a place for it. */
 static void offer_kept_walks(flex_call *c, fa_pass pass) {
     if (c->flex.partial.num && PyTuple_Size(c->blocks) > KEPT && c->problem.device == FA_CUDA)
@@ -434,6 +447,7 @@ static fa_status attend(flex_call *c, fa_pass pass, fa_error *err) {
     if (c->makes_results && c->plain != Py_None) drop_blocks(c);
     TRY(check_sequences(c, &c->problem, err));
     TRY(read_sinks(c, err));
+    TRY(read_dropout(c, err));
     if (pass == FA_BWD) {
         for (int i = 7; i < 10 && c->problem.device == FA_CPU; i++) fa_ask_for_gradient(&c->tensors[i].t);
         TRY(read_gradients(c, err));
@@ -606,8 +620,8 @@ PyObject *fa_flex_direct(PyObject *self, PyObject *args) {
 PyObject *fa_flex_forward(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {0};
-    return PyArg_UnpackTuple(args, "flex_forward", 12, 13, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
-                             &c.plain, &c.score, &c.mask, &c.blocks, &c.sequences, &c.sinks)
+    return PyArg_UnpackTuple(args, "flex_forward", 12, 14, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.max_scores, &c.scale,
+                             &c.plain, &c.score, &c.mask, &c.blocks, &c.sequences, &c.sinks, &c.dropout)
                ? finish(&c, FA_FWD)
                : NULL;
 }
@@ -615,9 +629,9 @@ PyObject *fa_flex_forward(PyObject *self, PyObject *args) {
 PyObject *fa_flex_backward(PyObject *self, PyObject *args) {
     (void)self;
     flex_call c = {0};
-    return PyArg_UnpackTuple(args, "flex_backward", 20, 20, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.dout, &c.dlse, &c.dq,
+    return PyArg_UnpackTuple(args, "flex_backward", 20, 21, &c.q, &c.k, &c.v, &c.out, &c.lse, &c.dout, &c.dlse, &c.dq,
                              &c.dk, &c.dv, &c.softmax_d, &c.scale, &c.plain, &c.score, &c.mask, &c.blocks,
-                             &c.derivative, &c.gradients, &c.deterministic, &c.sequences)
+                             &c.derivative, &c.gradients, &c.deterministic, &c.sequences, &c.dropout)
                ? finish(&c, FA_BWD)
                : NULL;
 }

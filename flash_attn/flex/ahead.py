@@ -58,8 +58,10 @@ def rehearse(call, query, key, value, tensors, is_recorded, capability):
         return 0
     with imagined_gpu(capability, PENDING):
         try:
-            copy = attention.Call(call.scale, None, None, _in_place_of(call.blocks and call.blocks[:6]), call.wants_max,
-                                  call.plain, _in_place_of(call.sequences))  # fmt: skip
+            copy = attention.Call(
+                call.scale, None, None, _in_place_of(call.blocks and call.blocks[:6]), call.wants_max, call.plain,
+                _in_place_of(call.sequences), _in_place_of(call.dropout),
+            )  # fmt: skip
             copy.score, copy.score_numbers, copy.mask = call.score, call.score_numbers, _in_place_of(call.mask)
             query, key, value = inputs = [_in_place_of(attention.rows_of(x)) for x in (query, key, value)]
             tensors = _in_place_of(tuple(tensors))
@@ -79,7 +81,8 @@ def compile_kernels(call, query, key, value, tensors, is_recorded):
     plain = tuple(x > 0 for x in call.plain)
     sizes = *query.shape[3:], *value.shape[3:], query.size(2).bit_length(), key.size(2).bit_length()
     grads = is_recorded and tuple(x.requires_grad for x in (query, key, value, *tensors))
-    kind = score, mask, plain, query.device, query.dtype, sizes, grads, call.wants_max, call.sequences is None
+    options = call.wants_max, call.sequences is None, call.dropout is None
+    kind = score, mask, plain, query.device, query.dtype, sizes, grads, options
     if kind in _rehearsed or flash_attn_2_cuda.only_plans():
         return
     _rehearsed.add(kind)

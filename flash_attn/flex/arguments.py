@@ -180,6 +180,16 @@ def in_autocast(*tensors):
     return found
 
 
+def check_dropout_p(dropout_p):
+    """A float. Raises unless it is a probability below 1."""
+    if type(dropout_p) is not float:
+        check_kinds({"dropout_p": dropout_p})
+        dropout_p = float(as_number(dropout_p, "dropout_p"))
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1; it is {dropout_p}")
+    return dropout_p
+
+
 def number_of(scale):
     """A float. A tensor of one element gives its value, and raises if its gradient would be lost."""
     if type(scale) is float:

@@ -5,6 +5,7 @@ A call goes the short way (``_directly``) if its mods are of kinds that were tra
 wrong. Both give the same results and save the same tensors for the backward.
 """
 
+import copy
 import functools
 import math
 import warnings
@@ -29,6 +30,7 @@ from .arguments import (
     as_lists,
     check_arguments,
     check_block_mask,
+    check_dropout_p,
     check_kernel_options,
     check_tensors,
     in_autocast,
@@ -44,19 +46,31 @@ NO_WINDOW = (-1, -1, 0.0)  # of a call with mods, or of one that needs none
 
 
 class Call:
-    """What forward and backward share besides tensors that may require grad. scale None: 1 / sqrt(E)."""
+    """What forward and backward share besides tensors that may require grad. scale None: 1 / sqrt(E).
 
-    def __init__(self, scale, score, mask, blocks, wants_max, plain=NO_WINDOW, sequences=None):
+    ``dropout``: None, or its probability and the rng_state of the call.
+    """
+
+    def __init__(self, scale, score, mask, blocks, wants_max, plain=NO_WINDOW, sequences=None, dropout=None):
         self.scale, self.wants_max, self.plain = scale, wants_max, plain
         self.score, self.score_numbers = (score[0], score[2]) if score else (None, ())
         self.mask = None if mask is None else (mask[0].text, mask[1], mask[2])
-        self.blocks, self.sequences = blocks, sequences
+        self.blocks, self.sequences, self.dropout = blocks, sequences, dropout
 
     def tensors(self):
-        """The tensors of the mask and of the places of sequences, and Nones."""
+        """The tensors of the mask and of the places of sequences, and Nones. The last one is rng_state or None."""
         blocks = () if self.blocks is None else self.blocks[2:6]
         places = () if self.sequences is None else self.sequences[:3]
-        return *blocks, *places, *(() if self.mask is None else self.mask[1])
+        mask = () if self.mask is None else self.mask[1]
+        return *blocks, *places, *mask, None if self.dropout is None else self.dropout[1]
+
+    def with_state(self, rng_state):
+        """The call with the rng_state that a node has saved: another one than in the forward, if that was repeated."""
+        if self.dropout is None:
+            return self
+        call = copy.copy(self)
+        call.dropout = self.dropout[0], rng_state
+        return call
 
     def score_with(self, tensors):
         return None if self.score is None else (self.score.text, tuple(tensors), self.score_numbers)
@@ -104,6 +118,7 @@ def attend(call, query, key, value, tensors, sinks=None, wants_probability=False
         call.blocks,
         call.sequences,
         None if sinks is None else (*sinks, probability),
+        call.dropout,
     )
     return out, lse, max_scores, probability
 
@@ -128,8 +143,8 @@ class _FlexAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse=None):
         saved = ctx.saved_tensors  # torch checks that none was changed since
         query, key, value, out, lse, *tensors = saved
-        call, wanted = Call(*ctx.call), ctx.needs_input_grad[1:]
-        tensors = tensors[: len(wanted) - 3]
+        wanted = ctx.needs_input_grad[1:]
+        call, tensors = Call(*ctx.call).with_state(saved[-1]), tensors[: len(wanted) - 3]
         query, key, value = map(rows_of, (query, key, value))
 
         def gradients_of(dout, dlse):
@@ -198,18 +213,26 @@ def gradients(call, inputs, tensors, out, lse, dout, dlse, wanted, deterministic
         places_of_sums,
         deterministic,
         call.sequences,
+        call.dropout,
     )
     sums = [x if x is None else x.to(tensor.dtype) for x, tensor in zip(sums, tensors)]
     return (dq, dk, dv, *sums), softmax_d
 
 
-def prepare(query, key, scale, score_mod=None, mask_mod=None, blocks=None, wants_max=False):
+def _dropout_of(dropout_p, query):
+    """The dropout of a :class:`Call`. Each call draws its own."""
+    return (dropout_p, graph.rng_state_of(dropout_p, query.device)) if dropout_p else None
+
+
+def prepare(query, key, scale, score_mod=None, mask_mod=None, blocks=None, wants_max=False, dropout_p=0.0):
     """The call of a score_mod and a bare mask_mod, and the tensors of the score_mod. blocks None: they are found."""
     score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     score = None if score_mod is None else mod_of(score_mod, score_dtype, query.device)
     mask = _mask_of(mask_mod, query.device)
     blocks = _blocks_of(None, mask, query, key.size(-2)) if blocks is None else blocks
-    return Call(scale, score, mask, blocks, wants_max), score[1] if score else ()
+    dropout = _dropout_of(dropout_p, query)
+    call = Call(scale, score, mask, blocks, wants_max, dropout=dropout)
+    return call, score[1] if score else ()
 
 
 def sum_dtype(tensor):
@@ -241,6 +264,7 @@ def flex_attention(
     q_offset: Union[int, Tensor, None] = None,
     kv_len: Union[int, Tensor, None] = None,
     block_table: Optional[Tensor] = None,
+    dropout_p: float = 0,  # NOTE: Dynamo may take a default of 0.0 for a number that changes
 ) -> Union[Tensor, tuple[Tensor, Tensor], tuple[Tensor, AuxOutput]]:
     """Attention with a score function and a block mask, as ``torch.nn.attention.flex_attention.flex_attention``.
 
@@ -264,6 +288,9 @@ def flex_attention(
         kv_len: ``[B]``, integers on query's device, or one for all: only the first ``kv_len[b]`` keys exist.
         block_table: ``[B, pages]``, page numbers. key and value are then ``[num_pages, Hkv, page_size, E or Ev]``, and
             key j of batch b is row ``j % page_size`` of page ``block_table[b, j // page_size]``.
+        dropout_p: the probability that a pair's share of the output is dropped, from 0 to below 1. The others are
+            divided by ``1 - dropout_p``. lse and max_scores know no dropout. PyTorch's generator of query's device
+            draws its seed.
     Returns:
         ``[B, Hq, L, Ev]``, with the order of query's strides. lse is fp32, ``[B, Hq, L]``, the natural logarithm of
         the sum of exponentials, and differentiable. max_scores is fp32, ``[B, Hq, L]``. A row that sees no key has out
@@ -284,12 +311,15 @@ def flex_attention(
     (torch.Size([2, 4, 256, 16]), torch.Size([4]))
     """
     is_for_torch = kernel_options and check_kernel_options(kernel_options)
+    if type(dropout_p) not in (int, float) or dropout_p != 0:
+        dropout_p = check_dropout_p(dropout_p)
     if return_aux is not None and type(return_aux) is not AuxRequest:
         check_kinds({"return_aux": return_aux})
     if not (
         is_for_torch
         or (return_lse and return_aux is not None)
         or (block_mask is not None and mask_mod is not None)
+        or dropout_p
         or is_compiling()
     ):
         found = _directly(
@@ -310,8 +340,10 @@ def flex_attention(
                 return found[0]
             return _results(*found[:3], return_lse, return_aux)
     if is_for_torch:
-        if q_offset is not None or kv_len is not None or block_table is not None:
-            raise ValueError("PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len and block_table")
+        if q_offset is not None or kv_len is not None or block_table is not None or dropout_p:
+            raise ValueError(
+                "PyTorch's own kernels, which BACKEND asks for, have no q_offset, kv_len, block_table and dropout_p"
+            )
         return torchs_flex_attention(
             query,
             key,
@@ -328,6 +360,7 @@ def flex_attention(
         return graph.exported(
             flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse,
             return_aux=return_aux, mask_mod=mask_mod, q_offset=q_offset, kv_len=kv_len, block_table=block_table,
+            dropout_p=dropout_p,
         )  # fmt: skip
     if return_lse and return_aux is not None:
         raise ValueError(
@@ -344,7 +377,9 @@ def flex_attention(
         sequences = sequences._replace(blocks_have_offset=True)
     if torch.compiler.is_dynamo_compiling():
         check_not_traced()
-        return _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences)
+        return _compiled(
+            query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences, dropout_p
+        )
     refuse_transforms("flex_attention", query, key, value)
     query, key, value = in_autocast(query, key, value)
     score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -365,12 +400,13 @@ def flex_attention(
         rows_fit = q_offset is None or sequences.blocks_have_offset
         if block_mask is None or (mask and rows_fit and is_own(block_mask, mask)):
             plain = plain_of(score, mask, lambda: shift_of(query.size(-2), len_kv, q_offset, kv_len))
+    dropout = _dropout_of(dropout_p, query)
     if plain is not None:
-        score, parts = None, (scale, None, None, None, False, plain, sequences)
+        score, parts = None, (scale, None, None, None, False, plain, sequences, dropout)
     else:
         wants_lists = is_recorded or wants_max or value.size(-1) != query.size(-1)
         blocks = _blocks_of(block_mask, mask, query, len_kv, sequences, key, wants_lists)
-        parts = scale, _without_tensors(score), mask, blocks, wants_max, NO_WINDOW, sequences
+        parts = scale, _without_tensors(score), mask, blocks, wants_max, NO_WINDOW, sequences, dropout
     call, tensors = Call(*parts), score[1] if score else ()
     if query.is_cuda and not is_imagined() and not ops.is_watched(*inputs):
         ahead.compile_kernels(call, query, key, value, tensors, is_recorded)
@@ -390,10 +426,10 @@ def _results(out, lse, max_scores, return_lse, return_aux):
     return (out, lse) if return_lse else out
 
 
-def _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences):
+def _compiled(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences, dropout_p):
     """The checked call, while Dynamo traces it."""
     found = graph.flex_attention(
-        query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences
+        query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences, dropout_p
     )
     out, lse, max_scores = found
     wants_max = return_aux is not None and return_aux.max_scores

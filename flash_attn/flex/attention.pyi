@@ -13,6 +13,7 @@ def flex_attention(
     scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
     kernel_options: dict[str, Any] | None = ..., *, return_aux: None = ..., mask_mod: MaskMod | None = ...,
     q_offset: int | Tensor | None = ..., kv_len: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    dropout_p: float = ...,
 ) -> Tensor: ...
 @overload
 def flex_attention(
@@ -20,6 +21,7 @@ def flex_attention(
     scale: float | None = ..., enable_gqa: bool = ..., *, return_lse: Literal[True],
     kernel_options: dict[str, Any] | None = ..., return_aux: None = ..., mask_mod: MaskMod | None = ...,
     q_offset: int | Tensor | None = ..., kv_len: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    dropout_p: float = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flex_attention(
@@ -27,6 +29,7 @@ def flex_attention(
     scale: float | None = ..., enable_gqa: bool = ..., return_lse: Literal[False] = ...,
     kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest, mask_mod: MaskMod | None = ...,
     q_offset: int | Tensor | None = ..., kv_len: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    dropout_p: float = ...,
 ) -> tuple[Tensor, AuxOutput]: ...
 @overload
 def flex_attention(
@@ -34,4 +37,5 @@ def flex_attention(
     scale: float | None = ..., enable_gqa: bool = ..., return_lse: bool = ...,
     kernel_options: dict[str, Any] | None = ..., *, return_aux: AuxRequest | None = ..., mask_mod: MaskMod | None = ...,
     q_offset: int | Tensor | None = ..., kv_len: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    dropout_p: float = ...,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]: ...

@@ -184,20 +184,27 @@ class _Operator(HigherOrderOperator):
         super().__init__("flash_attn_" + name)
         self.__name__ = "flex_attention"  # Dynamo looks for this name
         self.__module__ = __name__  # and the code of a graph for this module, which is not PyTorch's
-        # A mod that Dynamo refuses ends its graph here. It must not go on inside: garbage collection can drop a program
-        # while it reads the dictionary of them.
-        self._function = torch.compiler.disable(function)
+        self._function = function
 
     def __call__(self, query, key, value, score, block_mask, scale, options, score_captures=(), mask_captures=()):
-        return self._function(query, key, value, score, block_mask, scale, options, score_captures, mask_captures)
+        # A mod that Dynamo refuses ends its graph here. It must not go on inside: garbage collection can drop a program
+        # while it reads the dictionary of them.
+        function = torch.compiler.disable(self._function)
+        return function(query, key, value, score, block_mask, scale, options, score_captures, mask_captures)
 
 
 def _tensors_of(tail):
     return [x for part in tail for x in (part if isinstance(part, list) else ()) if isinstance(x, torch.Tensor)]
 
 
+def _dropout(options, rng_state):
+    """The last arguments of the ops. There are none without dropout."""
+    return () if rng_state is None else (options["dropout_p"], rng_state)
+
+
 class _Attention(torch.autograd.Function):
-    """The op with its gradients. ``head`` are arguments before those of the score_mod, ``beside`` those behind sinks.
+    """The op with its gradients. ``head`` are arguments before those of the score_mod. ``beside`` are those behind
+    sinks, and rng_state.
 
     An exported program has ``flex_attend`` instead, because torch.export drops the backward of a function.
     """
@@ -206,12 +213,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, program, head, tail, options, query, key, value, sinks, beside, num, *tensors):
         score = (program.text.hex() if program else "", list(tensors[:num]), *tail[0])
         shared = (*head, *score, *tail[1:])
-        of_rows = () if sinks is None else ([], sinks, *beside)
+        shift, ends, rng_state = beside
+        of_rows = () if sinks is rng_state is None else ([], sinks, shift, ends, *_dropout(options, rng_state))
         out, lse, max_scores, probability = torch.ops.flash_attn.flex_forward(
             query, key, value, *shared, options["wants_max"], *of_rows
         )
         ctx.program, ctx.head, ctx.tail, ctx.num = program, head, tail, num
-        ctx.deterministic = options["deterministic"]
+        ctx.options = options
         ctx.save_for_backward(
             sinks, *beside, query, key, value, out, lse, probability, *tensors, *_tensors_of(tail)
         )  # torch checks for changes
@@ -227,14 +235,14 @@ class _Attention(torch.autograd.Function):
 
 @torch.no_grad()
 def _gradients(ctx, saved, dout, dlse):
-    (*sinks, query, key, value), results, tensors = saved[:6], saved[6:9], saved[9:]
+    (*sinks, rng_state, query, key, value), results, tensors = saved[:7], saved[7:10], saved[10:]
     tensors, program = tensors[: ctx.num], ctx.program
     wanted = [i for i in range(ctx.num) if ctx.needs_input_grad[10 + i]]
     text, places = derivative_of(program, wanted) if program else (b"", [])
     score = (program.text.hex() if program else "", tensors, *ctx.tail[0])
     of_inputs, of_tensors, of_sinks = ops.gradients(
         (query, key, value, *ctx.head, *score, *ctx.tail[1:]), results, dout, dlse, ctx.needs_input_grad[4:8], sinks,
-        text.hex(), list(places), wanted, ctx.deterministic,
+        text.hex(), list(places), wanted, ctx.options["deterministic"], *_dropout(ctx.options, rng_state),
     )  # fmt: skip
     rest = [None] * (len(ctx.needs_input_grad) - 10 - ctx.num)
     return None, None, None, None, *of_inputs, of_sinks, None, None, *map(of_tensors.get, range(ctx.num)), *rest
@@ -264,7 +272,7 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
     if options["follows_autocast"]:
         query, key, value = arguments.in_autocast(query, key, value)
     *block_size, num, places, full_num, full_places = block_mask[:6]
-    *sequences, sinks, shift, ends, mask = block_mask[6:]
+    *sequences, sinks, shift, ends, rng_state, mask = block_mask[6:]
     sequences = Sequences(*sequences)
     score = _of_score(score, score_captures, query)
     mask = _of_mask(mask, mask_captures, query.device)
@@ -291,9 +299,9 @@ def _attend(query, key, value, score, block_mask, scale, options, score_captures
         mod = program.text.hex() if program else "", list(tensors), *tail[0]
         return torch.ops.flash_attn.flex_attend(
             query, key, value, *head, *mod, *tail[1:], options["wants_max"], sinks, shift, ends, text.hex(),
-            list(places), wanted, options["deterministic"],
+            list(places), wanted, options["deterministic"], *_dropout(options, rng_state),
         )[:3]  # fmt: skip
-    beside = shift, ends
+    beside = shift, ends, rng_state
     return _Attention.apply(program, head, tail, options, query, key, value, sinks, beside, len(tensors), *tensors)
 
 
@@ -355,6 +363,14 @@ def _mask_function(mask_mod):
     return mask
 
 
+def rng_state_of(dropout_p, device):
+    """The seed and the offset of dropout's generator, which PyTorch's generator of the device draws. None: no dropout.
+
+    NOTE: numbers that a CUDA graph or a compiled one draws anew must come from an operator of PyTorch.
+    """
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device) if dropout_p else None
+
+
 def is_exported():
     """Does torch.export trace without Dynamo? Its tensors have no memory for the kernels."""
     return is_exporting() and not torch.compiler.is_dynamo_compiling()
@@ -374,7 +390,9 @@ def exported(function, *args, **kwargs):
         return torch.compile(fresh, backend=backend, fullgraph=True)(*args, **kwargs)
 
 
-def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences):
+def flex_attention(
+    query, key, value, score_mod, block_mask, scale, return_lse, return_aux, mask_mod, sequences, dropout_p
+):
     """The checked call, while Dynamo traces it."""
     places = (None, None, None, False) if sequences is None else tuple(sequences)
     if key.size(0) != query.size(0) and places[2] is None:
@@ -389,27 +407,28 @@ def flex_attention(query, key, value, score_mod, block_mask, scale, return_lse, 
         blocks = (*block_mask.BLOCK_SIZE, *lists)
     wants_max = return_aux is not None and return_aux.max_scores
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    blocks = (*blocks, *places, None, None, None, _mask_function(mask_mod))
-    options = _options(wants_lse, wants_max)
+    blocks = (*blocks, *places, None, None, None, rng_state_of(dropout_p, query.device), _mask_function(mask_mod))
+    options = _options(wants_lse, wants_max, dropout_p)
     return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
 
 
-def _options(wants_lse, wants_max, deterministic=False, follows_autocast=True):
+def _options(wants_lse, wants_max, dropout_p, deterministic=False, follows_autocast=True):
     return {
         "wants_lse": bool(wants_lse), "wants_max": bool(wants_max), "deterministic": bool(deterministic),
-        "follows_autocast": follows_autocast,
+        "follows_autocast": follows_autocast, "dropout_p": float(dropout_p),
     }  # fmt: skip
 
 
-def attend_with_sinks(query, key, value, score_mod, mask_mod, scale, sinks, wants_max, deterministic, block):
+def attend_with_sinks(query, key, value, score_mod, mask_mod, scale, sinks, wants_max, deterministic, block, dropout_p):
     """The options of ``flash_attn_func``, while Dynamo traces it: out, lse and max_scores.
 
     ``sinks``: None or ``(sinks, shift, cu_seqlens_q)``. ``block``: the size of the blocks that the kernels of GPUs look
     for, or 0.
     """
     of_rows = (None, None, None) if sinks is None else sinks
-    blocks = (block, block, None, None, None, None, None, None, None, False, *of_rows, _mask_function(mask_mod))
-    options = _options(True, wants_max, deterministic, follows_autocast=False)
+    blocks = (block, block, None, None, None, None, None, None, None, False)
+    blocks = (*blocks, *of_rows, rng_state_of(dropout_p, query.device), _mask_function(mask_mod))
+    options = _options(True, wants_max, dropout_p, deterministic, follows_autocast=False)
     return attend_operator(query, key, value, _score_function(score_mod), blocks, scale, options)
 
 

@@ -38,15 +38,18 @@ SHARED = (
 # What is beside sinks: see _sinks.py. The last result is their probability in each row. It is empty without sinks, and
 # on a GPU.
 SINKS = "Tensor? sinks{0}, Tensor? sink_shift{0}, Tensor? sink_ends{0}"
+# rng_state holds the seed and the offset of dropout's generator. Without dropout there is none.
+DROPOUT = "float dropout_p=0.0, Tensor? rng_state=None"
 PARTIAL_AND_FULL = (0, 1, 4, 5)  # the lists of an attention among those of a block mask
 SCHEMAS = {
     "flex_forward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, float[] plain=[], "
-    f"{SINKS.format('=None')}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{SINKS.format('=None')}, {DROPOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
     "flex_backward": f"(Tensor query, Tensor key, Tensor value, {SHARED}, Tensor out, Tensor lse, Tensor dout, "
     "Tensor? dlse, bool[] wants, str derivative, int[] places, int[] wanted, bool deterministic, "
-    "float[] plain=[]) -> Tensor[]",
+    f"float[] plain=[], {DROPOUT}) -> Tensor[]",
     "flex_attend": f"(Tensor query, Tensor key, Tensor value, {SHARED}, bool wants_max, {SINKS.format('')}, "
-    "str derivative, int[] places, int[] wanted, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"str derivative, int[] places, int[] wanted, bool deterministic, {DROPOUT}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
     "flex_classify": f"(Tensor like, {MOD.format('mask')}, SymInt[] shape, SymInt[] block_size) -> Tensor[]",
 }
 
@@ -291,7 +294,7 @@ def _forward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
     score, mask, blocks = rest[:4], rest[4:8], rest[8:12]
-    wants_max, plain, *sinks = _with_defaults(rest[12:])
+    wants_max, plain, *sinks, dropout_p, rng_state = _with_defaults(rest[12:])
     _refuse_tangents(query, key, value, *score[1], *mask[1], sinks[0])
     wants_lists = wants_max or value.size(-1) != query.size(-1)
     call = _call(query, key, scale, may_be_plain, score, mask, *blocks, given=plain, wants_lists=wants_lists)
@@ -300,13 +303,18 @@ def _forward(query, key, value, scale, may_be_plain, *rest):
     calls.forward(
         *map(attention.rows_of, (query, key, value)), out, lse, max_scores if wants_max else None,
         call.scale, call.plain, call.score, call.mask, call.blocks, call.sequences, of_rows,
+        _dropout_of(dropout_p, rng_state),
     )  # fmt: skip
     return out, lse, max_scores, probability
 
 
+def _dropout_of(dropout_p, rng_state):
+    return (dropout_p, rng_state) if dropout_p else None
+
+
 def _with_defaults(given):
     """The last arguments of flex_forward. The dispatcher leaves out those that have their defaults."""
-    return *given, *(None, (), None, None, None)[len(given) :]
+    return *given, *(None, (), None, None, None, 0.0, None)[len(given) :]
 
 
 def _forward_fake(query, key, value, scale, may_be_plain, *rest):
@@ -334,8 +342,8 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
     from . import attention
 
     score, mask, blocks = rest[:4], rest[4:8], rest[8:12]
-    out, lse, dout, dlse, wants, derivative, places, wanted, deterministic, *plain = rest[12:]
-    given = plain[0] if plain else ()
+    out, lse, dout, dlse, wants, derivative, places, wanted, deterministic, *others = rest[12:]
+    given, *dropout = *others, *((), 0.0, None)[len(others) :]
     _refuse_tangents(query, key, value, *score[1], *mask[1], dout, dlse)
     is_plain = may_be_plain and dlse is None
     call = _call(query, key, scale, is_plain, score, mask, *blocks, given=given, wants_lists=True)
@@ -348,7 +356,7 @@ def _backward(query, key, value, scale, may_be_plain, *rest):
         query, key, value, out, lse, dout, None if dlse is None else attention.rows_of(dlse), *gradients,
         torch.empty_like(lse), call.scale, call.plain, call.score, call.mask, call.blocks, found,
         None if found is None else tuple(at.get(i) for i in places),
-        deterministic or torch.are_deterministic_algorithms_enabled(), call.sequences,
+        deterministic or torch.are_deterministic_algorithms_enabled(), call.sequences, _dropout_of(*dropout),
     )  # fmt: skip
     return [x for x in gradients if x is not None] + sums
 
@@ -365,7 +373,7 @@ def _backward_fake(query, key, value, scale, may_be_plain, *rest):
 
 
 def _attend(query, key, value, scale, may_be_plain, *rest):
-    return _forward(query, key, value, scale, may_be_plain, *rest[:13], (), *rest[13:16])
+    return _forward(query, key, value, scale, may_be_plain, *rest[:13], (), *rest[13:16], *rest[20:])
 
 
 def _attend_fake(query, key, value, scale, may_be_plain, *rest):
@@ -387,11 +395,12 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def gradients(inputs, results, dout, dlse, wants, sinks, derivative, places, wanted, deterministic):
+def gradients(inputs, results, dout, dlse, wants, sinks, derivative, places, wanted, deterministic, *dropout):
     """``(of query, key and value; of the wanted tensors of the score_mod by their number; of sinks)``.
 
     ``inputs``: the arguments that all ops share. ``results``: out, lse and the probability of sinks. ``wants``: are
     there gradients of query, key, value and sinks? ``sinks``: ``(sinks, shift, cu_seqlens_q)``, which may be None each.
+    ``dropout``: nothing, or its probability and rng_state.
     """
     (out, lse, probability), (sinks, shift, ends) = results, sinks
     *wants, wants_sinks = wants
@@ -399,7 +408,7 @@ def gradients(inputs, results, dout, dlse, wants, sinks, derivative, places, wan
     dlse = None if dlse is None else dlse.float()
     found = iter(
         torch.ops.flash_attn.flex_backward(
-            *inputs, out, lse, dout, dlse, wants, derivative, places, wanted, deterministic
+            *inputs, out, lse, dout, dlse, wants, derivative, places, wanted, deterministic, (), *dropout
         )
     )
     of_inputs = [next(found) if want else None for want in wants]
@@ -425,6 +434,7 @@ def _gradients_of_attend(ctx, dout, dlse, *unused):
         for i, x in enumerate(inputs):
             if _is_list_of_tensors(x):
                 found[i] = [of_tensors.get(at) if i == 6 else None for at in range(len(x))]
+    found = found[: len(ctx.needs_input_grad)]  # of the arguments that were given; inputs has the defaults, too
     flat, spec = tree_flatten(found, is_leaf=lambda x: x is None)
     return tuple(tree_unflatten(list(without_second_derivative(flat, dout, dlse, *saved)), spec))
 
@@ -483,8 +493,9 @@ def forward(call, query, key, value, tensors, sinks=None):
             "torch.jit.trace cannot record attention with mods, attn_bias or attn_mask: use torch.export"
         )
     out, lse, max_scores, probability = torch.ops.flash_attn.flex_forward(
-        query, key, value, *_shared_of(call, tensors), call.wants_max, _plain_of(call), *(sinks or ())
-    )
+        query, key, value, *_shared_of(call, tensors), call.wants_max, _plain_of(call), *(sinks or (None, None, None)),
+        *(call.dropout or ()),
+    )  # fmt: skip
     return out, lse, max_scores if call.wants_max else None, probability if sinks else None
 
 
@@ -496,7 +507,7 @@ def backward(call, inputs, tensors, out, lse, dout, dlse, wants, wanted, derivat
     text, places = derivative
     found = torch.ops.flash_attn.flex_backward(
         *inputs, *_shared_of(call, tensors), out, lse, dout, dlse, list(wants), text.hex(), list(places), list(wanted),
-        deterministic, _plain_of(call),
+        deterministic, _plain_of(call), *(call.dropout or ()),
     )  # fmt: skip
     found = iter(found)
     return [next(found) if want else None for want in wants], list(found)

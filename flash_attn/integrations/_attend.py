@@ -78,11 +78,6 @@ def wants_gradients(*tensors):
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def refuse_dropout(dropout, mask):
-    if dropout:
-        raise NotImplementedError(f"no kernel has dropout under {mask}; the probability is {dropout}: set it to 0")
-
-
 def attend(q, k, v, key_mask, *, scale, window=ALL, softcap=0.0, dropout=0.0, sinks=None):
     """Attention under a mask of keys ``[b, len_kv]``, or None, and a window at the bottom right.
 
@@ -98,8 +93,7 @@ def attend(q, k, v, key_mask, *, scale, window=ALL, softcap=0.0, dropout=0.0, si
     if key_mask is None:
         return flash_attn_func(q, k, v, dropout, **options)
     if torch.compiler.is_compiling():
-        refuse_dropout(dropout, "torch.compile with a padding mask")
-        return flash_attn_func(q, k, v, attn_mask=key_mask[:, None, None], **options)
+        return flash_attn_func(q, k, v, dropout, attn_mask=key_mask[:, None, None], **options)
     keys = keys_of(key_mask)
     if keys.is_full:
         return flash_attn_func(q, k, v, dropout, **options)
@@ -113,8 +107,7 @@ def attend(q, k, v, key_mask, *, scale, window=ALL, softcap=0.0, dropout=0.0, si
             return flash_attn_with_kvcache(q, k, v, cache_seqlens=len_kv, cache_leftpad=left_pad, **options)
     has_far_rows = window != ALL and len_q > len_kv  # the first rows have no positions among the keys
     if has_far_rows or (window not in (ALL, (-1, 0)) and not keys.lie_together):
-        refuse_dropout(dropout, "a mask of fewer keys than rows" if has_far_rows else "a window and a mask with holes")
-        return flash_attn_func(q, k, v, attn_mask=key_mask[:, None, None], **options)
+        return flash_attn_func(q, k, v, dropout, attn_mask=key_mask[:, None, None], **options)
     places, cu_seqlens, longest = packed_of(key_mask)
     k, v = (index_first_axis(x.flatten(0, 1), places) for x in (k, v))
     if window == ALL:
@@ -147,11 +140,10 @@ def attend_under(q, k, v, mask, *, scale, window=ALL, softcap=0.0, dropout=0.0, 
         key_mask = key_mask_of(mask, len(k), k.shape[1])
         if key_mask is not None:
             return attend(q, k, v, key_mask, scale=scale, softcap=softcap, dropout=dropout, sinks=sinks)
-    refuse_dropout(dropout, "a mask of rows and keys, or a bias")
     is_bool = mask is not None and mask.dtype == torch.bool
     if mask is not None and not is_bool:
         bias = mask if bias is None else bias + mask
     return flash_attn_func(
-        q, k, v, softmax_scale=scale, window_size=window, softcap=softcap or 0.0, sinks=sinks,
+        q, k, v, dropout, softmax_scale=scale, window_size=window, softcap=softcap or 0.0, sinks=sinks,
         attn_mask=mask if is_bool else None, attn_bias=bias,
     )  # fmt: skip

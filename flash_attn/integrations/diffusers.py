@@ -84,12 +84,13 @@ def _backend(name, place_window, theirs, lse_has_heads_first):
                 scale=scale, window_size=window_size, return_lse=return_lse, _parallel_config=_parallel_config,
             )  # fmt: skip
         if isinstance(attn_mask, BlockMask):
-            if dropout_p or is_causal or tuple(window_size) != ALL:
-                raise NotImplementedError("a BlockMask says all: no dropout_p, is_causal or window_size beside it")
+            if is_causal or tuple(window_size) != ALL:
+                raise NotImplementedError("a BlockMask says all: no is_causal or window_size beside it")
             aux = AuxRequest(lse=True) if return_lse else None
             found = flex_attention(
-                *(x.transpose(1, 2) for x in (query, key, value)), None, attn_mask, scale, True, return_aux=aux
-            )
+                *(x.transpose(1, 2) for x in (query, key, value)), None, attn_mask, scale, True, return_aux=aux,
+                dropout_p=dropout_p,
+            )  # fmt: skip
             out, lse = (found[0], found[1].lse) if return_lse else (found, None)
             out = out.transpose(1, 2)
         else:

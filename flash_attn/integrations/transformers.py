@@ -30,7 +30,7 @@ from flash_attn._remembered import note, noted, remembered
 from flash_attn.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 from flash_attn.integrations import _registration
-from flash_attn.integrations._attend import attend, attend_under, keys_of, refuse_dropout
+from flash_attn.integrations._attend import attend, attend_under, keys_of
 
 __all__ = ["NAME", "register", "unregister"]
 
@@ -546,8 +546,6 @@ def _with_pages(q, k, v, lengths, window, scale, softcap, dropout, sinks):
 
 
 def _under_blocks(query, key, value, block_mask, bias, scale, softcap, dropout, sinks):
-    refuse_dropout(dropout, "a BlockMask")
-
     def score_mod(score, b, h, i, j):
         if softcap:
             score = softcap * torch.tanh(score / softcap)
@@ -555,7 +553,9 @@ def _under_blocks(query, key, value, block_mask, bias, scale, softcap, dropout, 
 
     changes = score_mod if softcap or bias is not None else None
     aux = None if sinks is None else AuxRequest(lse=True)
-    out = flex_attention(query, key, value, changes, block_mask, scale, enable_gqa=True, return_aux=aux)
+    out = flex_attention(
+        query, key, value, changes, block_mask, scale, enable_gqa=True, return_aux=aux, dropout_p=dropout
+    )
     if sinks is not None:
         out, aux = out
         share = torch.sigmoid(aux.lse - sinks.float()[:, None])

@@ -1,12 +1,12 @@
 /* Tests attn_bwd_sm90 (csrc/cuda/attn_bwd_sm90.cu): dQ, dK and dV against sums in double, with masks, grouped heads,
- * packed sequences, cut tiles, a fixed order of dQ and a converter.
+ * packed sequences, cut tiles, a fixed order of dQ, a converter, dropout, and a mask_mod and a score_mod.
  *
  * All threads of one CTA run the kernel's own code (cuda_emulation.h, hopper_emulation.h). The CTA does all work tiles
  * one after the other, so nothing between CTAs is tested. Each problem runs in three manners. In each manner some warp
  * or warpgroup may be slow, and so may be copies.
  *
- * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def. Rows with options have ALiBi, but no
- * softcap, and no pair is dropped. The linker places `smem`, the kernel's shared memory, 1024 bytes behind `memory`. */
+ * tests/guards/test_check_kernels.py compiles this file for rows of tiles.def, and with mods. Rows with options have
+ * ALiBi, but no softcap. The linker places `smem`, the kernel's shared memory, 1024 bytes behind `memory`. */
 #include "hopper_emulation.h"
 
 #include "cuda/attn_bwd_tiles.cuh"
@@ -22,6 +22,7 @@ static void end_here(u32 *turn) { ++*turn; }
 #define end_turn  end_here
 #include "cuda/attn_bwd_sm90.cu"
 
+#include "cpu/dropout.h"
 #include "hopper_problem.h"
 
 static void run_kernel(const void *p) { KERNEL(*(const params *)p); }
@@ -49,30 +50,53 @@ struct expected {
 constexpr bool HAS_SLOPES = SCORE || ALIBI;
 static float slope_of_head(int head) { return HAS_SLOPES ? 0.01f * (float)(1 + head) : 0; }
 
-/* Adds the share of one query row, which has its diagonal at a key of its sequence. `slab` and `place` are those of the
- * row. Rows that see no key get zeros, as attn_bwd_prep writes them where no key tile comes. */
+static unsigned long long rng_state[2] = {5, 7};
+constexpr int KEEP_MAX = DROPOUT ? 178 : 255;
+constexpr float KEEP_SCALE = DROPOUT ? 1 / 0.7f : 1;
+
+/* What becomes of scale q.k, -inf if the mask hides the pair, and its derivative. */
+static double score_of_pair(double x, int n, int head, int i, int j, int diagonal, double &factor) {
+    factor = 1;
+#if FLEX
+    const flex_values none = {};
+    if (!flex_mask(none, n, head, i, j)) return -INFINITY;
+    factor = flex_factor(i, j);
+    return flex_score(none, (float)x, n, head, i, j);
+#endif
+    return x - slope_of_head(head) * abs(diagonal - j);
+}
+
+/* Adds the share of query i of batch n, which has its diagonal at a key of its sequence. `slab` and `place` are those
+ * of the row. Rows that see no key get zeros, as attn_bwd_prep writes them where no key tile comes. */
 static void add_row(expected &e, const numbers &q, const numbers &k, const numbers &v, const numbers &dout, tensor &dq,
-                    int row, int head, int diagonal, int first_key, key_range keys, size_t slab, int place) {
+                    int n, int i, int row, int head, int diagonal, int first_key, key_range keys, size_t slab,
+                    int place) {
     const int d = q.d, d_v = v.d, head_kv = head / (q.h / k.h);
+    const uint64_t stream = fa_dropout_stream(rng_state[1], n, q.h, head);
     const double scale = 1 / sqrt(d);
-    std::vector<double> p;
+    std::vector<double> p, factors((size_t)max(keys.end - keys.begin, 0));
     double largest = -INFINITY, sum = 0, delta = 0;
     for (int j = keys.begin; j < keys.end; j++) {
-        const double x = dot(q.row(row, head), k.row(first_key + j, head_kv), d);
-        p.push_back(x * scale - slope_of_head(head) * abs(diagonal - j)), largest = fmax(largest, p.back());
+        const double x = scale * dot(q.row(row, head), k.row(first_key + j, head_kv), d);
+        p.push_back(score_of_pair(x, n, head, i, j, diagonal, factors[(size_t)(j - keys.begin)]));
+        largest = fmax(largest, p.back());
     }
+    if (largest == -INFINITY) p.clear();
     for (double x : p) sum += exp(x - largest);
     const double lse = p.empty() ? INFINITY : largest + log(sum);
-    std::vector<double> dp;
+    std::vector<double> dp, kept;
     for (size_t j = 0; j < p.size(); j++) {
         p[j] = exp(p[j] - lse);
-        dp.push_back(dot(dout.row(row, head), v.row(first_key + keys.begin + (int)j, head_kv), d_v));
+        const bool is_kept = fa_dropout_byte(rng_state[0], stream, i, keys.begin + (int)j) <= KEEP_MAX;
+        const double z = is_kept ? KEEP_SCALE : 0;
+        dp.push_back(z * dot(dout.row(row, head), v.row(first_key + keys.begin + (int)j, head_kv), d_v));
+        kept.push_back(z * p[j]);
         delta += p[j] * dp[j]; /* dO . O */
     }
     for (size_t j = 0; j < p.size(); j++) {
         const size_t key = (size_t)((first_key + keys.begin + (int)j) * k.h + head_kv);
-        const double ds = p[j] * (dp[j] - delta) * scale;
-        add_multiple(&e.dv[key * d_v], p[j], dout.row(row, head), d_v);
+        const double ds = p[j] * (dp[j] - delta) * factors[j] * scale;
+        add_multiple(&e.dv[key * d_v], kept[j], dout.row(row, head), d_v);
         add_multiple(&e.dk[key * d], ds, q.row(row, head), d);
         add_multiple(&e.dq[(size_t)((row * q.h + head) * d)], ds, &k.data[key * d], d);
     }
@@ -111,8 +135,8 @@ static void check(const problem &x) {
             for (int i = 0; i < x.len_q[n]; i++) {
                 const key_range keys = keys_of_row(i, x.len_q[n], x.len_kv[n]);
                 const int first = VARLEN ? head * num_slabs + cu_q[n] / BLOCK_Q + n : (n * x.h + head) * num_slabs;
-                add_row(e, all_q, all_k, all_v, all_dout, dq, cu_q[n] + i, head, i + x.len_kv[n] - x.len_q[n], cu_kv[n],
-                        keys, (size_t)(first + i / BLOCK_Q), i % BLOCK_Q);
+                add_row(e, all_q, all_k, all_v, all_dout, dq, n, i, cu_q[n] + i, head, i + x.len_kv[n] - x.len_q[n],
+                        cu_kv[n], keys, (size_t)(first + i / BLOCK_Q), i % BLOCK_Q);
             }
 
     std::vector<float> sums(slabs * SLAB_FLOATS, NAN);
@@ -135,13 +159,12 @@ static void check(const problem &x) {
     p.num_cut = x.pieces == 1 ? 0 : CUTS_QUERIES ? ceil_div(tiles, 2) : tiles;
     p.num_whole = tiles - p.num_cut, p.num_tiles = p.num_whole + p.num_cut * x.pieces;
     p.in_order = x.in_order, p.converts = x.converts, p.group_heads = x.group_heads;
-    p.scale = p.score_scale = 1 / sqrtf((float)x.d), p.scale_log2 = (SCORE ? 1 : p.scale) * (float)LOG2_E;
+    p.scale = p.score_scale = 1 / sqrtf((float)x.d), p.scale_log2 = (SCORE || FLEX_SCORE ? 1 : p.scale) * (float)LOG2_E;
     std::vector<float> slopes;
     for (int head = 0; head < x.h; head++) slopes.push_back(slope_of_head(head));
     if (HAS_SLOPES) p.alibi_slopes = slopes.data();
-    static unsigned long long rng_state[2] = {5, 7};
     p.rng_state = rng_state;
-    p.window_left = WINDOW_LEFT, p.window_right = WINDOW_RIGHT, p.keep_max = 255, p.keep_scale = 1;
+    p.window_left = WINDOW_LEFT, p.window_right = WINDOW_RIGHT, p.keep_max = KEEP_MAX, p.keep_scale = KEEP_SCALE;
 
     const emulated_shape shape = {1, 1, 1, 1, THREADS, SHARED_BASE + (unsigned)sizeof(shared_memory)};
     emulate_launch(run_kernel, &p, &shape);

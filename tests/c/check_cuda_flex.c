@@ -15,6 +15,7 @@
 
 #pragma GCC diagnostic ignored "-Wunused-function" /* the cases of plain attention are not used here */
 
+#include "cpu/dropout.h"
 #include "cpu/reference.h"
 #include "cuda_device.h"
 #include "flex/flex.h"
@@ -326,9 +327,16 @@ static void make_sinks(flex_case *c, bool at_end) {
     const int64_t rows = p->b * p->h * p->len_q;
     c->sink_shift = guarded_alloc((size_t)rows * sizeof(float), sizeof(float), at_end);
     for (int i = 0; i < 8; i++) c->sinks[i] = (float)random_normal(&source);
-    for (int64_t i = 0; i < rows; i++) c->sink_shift[i] = (float)PICK(0, -2, 3);
+    for (int64_t i = 0; i < rows; i++) /* scores of no function have no shift */
+        c->sink_shift[i] = current_mod == NO_FUNCTION ? 0 : (float)PICK(0, -2, 3);
     p->sinks = (fa_sink_values){c->sinks, 1, FA_F32};
     p->sink_shift = (fa_sink_rows){c->sink_shift, p->h * p->len_q, p->len_q, 1};
+}
+
+static void make_dropout(fa_problem *p) {
+    p->keep_max = 255;
+    if (for_decode || below(3)) return;
+    p->dropout_p = 0.3, p->keep_max = 178, p->seed = random_bits(&source), p->offset = random_bits(&source);
 }
 
 /* Each line is compiled once for each pass, which takes seconds. d_v 0: any width up to d. */
@@ -414,7 +422,9 @@ static void make_case(flex_case *c, int kernel, bool at_end) {
     }
     make_block_mask(c, at_end);
     make_sinks(c, at_end);
-    if (for_short && mod != SOFTCAP && below(3) == 0) { /* a key whose scores are -inf, and its value is NaN */
+    make_dropout(p);
+    /* A key whose scores are -inf, and its value is NaN. Without a function it would be seen. */
+    if (for_short && mod != SOFTCAP && mod != NO_FUNCTION && below(3) == 0) {
         const int64_t j = below(len_kv), head = below(h_kv), group = p->h / h_kv;
         fa_store_element(p->k.data, j * p->k.stride_row + head * p->k.stride_h, -INFINITY, dtype);
         fa_store_element(p->v.data, j * p->v.stride_row + head * p->v.stride_h, NAN, dtype);
@@ -451,6 +461,13 @@ static double dot(const double *x, const double *y, int64_t n) {
     return sum;
 }
 
+/* What dropout multiplies a weight by. */
+static double dropout_at(const fa_problem *p, int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (p->dropout_p == 0) return 1;
+    const uint64_t stream = fa_dropout_stream(p->offset, b, p->h, h);
+    return fa_dropout_byte(p->seed, stream, i, j) <= p->keep_max ? 1 / (1 - p->dropout_p) : 0;
+}
+
 /* Computes one query row, with its part of all gradients. */
 static void compute_row(const flex_case *c, results *r, int64_t b, int64_t h, int64_t i) {
     const fa_problem *p = &c->p;
@@ -472,17 +489,19 @@ static void compute_row(const flex_case *c, results *r, int64_t b, int64_t h, in
     }
     r->lse[stat] = max + log(sum);
     for (int64_t j = 0; j < len_kv; j++)
-        for (int64_t x = 0; x < d_v && s[j] > -INFINITY; x++) o[x] += exp(s[j] - max) / sum * KEY(c->v, j, d_v)[x];
+        for (int64_t x = 0; x < d_v && s[j] > -INFINITY; x++)
+            o[x] += exp(s[j] - max) / sum * dropout_at(p, b, h, i, j) * KEY(c->v, j, d_v)[x];
     const double delta = dot(o, dout, d_v) - (c->flex.dlse.data ? c->flex.dlse.data[stat] : 0);
     for (int64_t j = 0; j < len_kv; j++) {
         if (s[j] == -INFINITY) continue;
-        const double prob = exp(s[j] - max) / sum, ds = prob * (dot(dout, KEY(c->v, j, d_v), d_v) - delta);
+        const double prob = exp(s[j] - max) / sum, z = dropout_at(p, b, h, i, j);
+        const double ds = prob * (z * dot(dout, KEY(c->v, j, d_v), d_v) - delta);
         double change = ds;
         if (current_mod == ALIBI) r->gradient[h] += ds * (double)(j - query);
         const int64_t place = place_in_table(current_mod, b, h, query, j);
         if (place >= 0) r->gradient[place] += ds;
         if (current_mod == SOFTCAP) change *= 1 - s[j] / 3 * (s[j] / 3);
-        for (int64_t x = 0; x < d_v; x++) KEY(r->dv, j, d_v)[x] += prob * dout[x];
+        for (int64_t x = 0; x < d_v; x++) KEY(r->dv, j, d_v)[x] += prob * z * dout[x];
         for (int64_t x = 0; x < d; x++) {
             r->dq[row * d + x] += p->scale * change * KEY(c->k, j, d)[x];
             KEY(r->dk, j, d)[x] += p->scale * change * q[x];

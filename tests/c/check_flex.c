@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 #include "cpu/convert.h"
+#include "cpu/dropout.h"
 #include "cpu/flex_seen.h"
 #include "few_seeds.h"
 #include "flex/operations.h"
@@ -174,6 +175,8 @@ static flex_case *case_new(uint64_t seed, fa_dtype dtype, fa_pass pass) {
         c->flex.score = &c->score_program.bound;
     }
     if (draw() % 2) c->flex.max_scores = new_stats(p);
+    p->keep_max = 255;
+    if (draw() % 4 == 0) p->dropout_p = 0.3, p->keep_max = 178, p->seed = draw(), p->offset = draw();
     if (pass == FA_FWD) return c;
     p->dout = new_tensor(c, p->len_q, p->h, p->d_v, 1);
     p->dq = new_tensor(c, p->len_q, p->h, p->d, 0);
@@ -247,6 +250,13 @@ static void add_scaled(double *acc, double factor, const double *x, int64_t n) {
     for (int64_t t = 0; t < n; t++) acc[t] += factor * x[t];
 }
 
+/* What dropout multiplies a weight by. */
+static double dropout_at(const fa_problem *p, int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (p->dropout_p == 0) return 1;
+    const uint64_t stream = fa_dropout_stream(p->offset, b, p->h, h);
+    return fa_dropout_byte(p->seed, stream, i, j) <= p->keep_max ? 1 / (1 - p->dropout_p) : 0;
+}
+
 static void naive_row(const flex_case *c, naive *n, int64_t b, int64_t h, int64_t i, bool backward) {
     const fa_problem *p = &c->p;
     const int64_t kv = h / (p->h / p->h_kv), row = (b * p->h + h) * p->len_q + i, keys = (b * p->h_kv + kv) * p->len_kv;
@@ -268,13 +278,14 @@ static void naive_row(const flex_case *c, naive *n, int64_t b, int64_t h, int64_
     double delta = c->flex.dlse.data ? -c->flex.dlse.data[row] : 0;
     double *o = n->o + row * p->d_v;
     for (int64_t j = 0; j < p->len_kv; j++)
-        if (s[j] > 0) add_scaled(o, s[j] / sum, n->v + (keys + j) * p->d_v, p->d_v);
+        if (s[j] > 0) add_scaled(o, s[j] / sum * dropout_at(p, b, h, i, j), n->v + (keys + j) * p->d_v, p->d_v);
     if (backward) delta += dot(o, dout, p->d_v);
     for (int64_t j = 0; j < p->len_kv && backward; j++) {
         if (!(s[j] > 0)) continue;
         const double prob = s[j] / sum, *k = n->k + (keys + j) * p->d, *v = n->v + (keys + j) * p->d_v;
-        add_scaled(n->dv + (keys + j) * p->d_v, prob, dout, p->d_v);
-        const double after = prob * (dot(dout, v, p->d_v) - delta), ds = after * factor[j] * p->scale;
+        const double z = dropout_at(p, b, h, i, j);
+        add_scaled(n->dv + (keys + j) * p->d_v, prob * z, dout, p->d_v);
+        const double after = prob * (z * dot(dout, v, p->d_v) - delta), ds = after * factor[j] * p->scale;
         add_gradient(c->score, &c->values, after, h, i, j, n->slope, n->bias, n->rel);
         add_scaled(n->dq + row * p->d, ds, k, p->d);
         add_scaled(n->dk + (keys + j) * p->d, ds, q, p->d);

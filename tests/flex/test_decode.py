@@ -309,7 +309,12 @@ def test_what_does_not_fit_is_refused():
             RuntimeError, r"block_table must name pages below 2; entry \(0, 1\)", block_table=(far - 3).expand(2, 2)
         )
     refuses(RuntimeError, r"entry \(0, 1\) is -1", block_table=int32([[0, -1], [0, 1]]), kv_len=int32([21, 20]))
-    refuses(ValueError, "have no q_offset, kv_len and block_table", q_offset=0, kernel_options={"BACKEND": "TRITON"})
+    refuses(
+        ValueError,
+        "have no q_offset, kv_len, block_table and dropout_p",
+        q_offset=0,
+        kernel_options={"BACKEND": "TRITON"},
+    )
 
 
 def test_block_masks_that_do_not_fit_are_refused():

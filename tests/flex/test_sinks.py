@@ -85,9 +85,11 @@ def one_key(score, dtype, d=8):
     return q, k, v
 
 
-@pytest.mark.parametrize("caller", CALLERS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("score", [1024.0, -1e5, 1e7, 1.6e7])
+@pytest.mark.parametrize("score, caller", [
+    *((score, caller) for score in (1024.0, -1e5, 1e7) for caller in ("eager", "watched")),
+    *((1.6e7, caller) for caller in CALLERS)
+])  # fmt: skip
 def test_a_sink_that_equals_a_large_score(score, way, caller):
     """It takes half of the row. fp32 lse has no digit for it beside 1e7."""
     q, k, v = one_key(score, torch.float32)
@@ -243,7 +245,7 @@ def test_rows_of_no_sequence_have_no_part_in_the_gradient(leaves, way, caller):
     cu = torch.tensor([0, 3, 9], dtype=torch.int32)
     tensors = [numbers(12, 2, 8, seed=i, dtype=torch.float32) for i in range(3)]
     found = []
-    for rest in (0.0, 7.0, INF, NAN):
+    for rest in (0.0, 7.0, INF, NAN) if caller in ("eager", "watched") else (0.0, NAN):  # graphs are made anew
         q, k, v = (x.clone().requires_grad_(leaves == "all") for x in tensors)
         sinks = torch.zeros(2, requires_grad=True)
         results = CALLERS[caller](flash_attn_varlen_func, q, k, v, cu, cu, 6, 6, sinks=sinks, **ROWS_BEHIND[way])

@@ -225,6 +225,17 @@ def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
     assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", f"attn_bwd_sm90_{row}", tmp_path)
 
 
+# A bias in the exponent, loaded early or not, and a score_mod whose derivative is a factor.
+@pytest.mark.parametrize("row, factor, pairs", [
+    ("bf16_d64_q128kv128", 0, 1), ("fp16_d64_q128kv128_dropout", 1, 0), ("bf16_d128_q64kv128_dropout", 0, 0)
+])  # fmt: skip
+def test_gradients_of_the_emulated_backward_with_mods_on_hopper(row, factor, pairs, tmp_path):
+    (tmp_path / "flex_mods.cuh").write_text(MODS)
+    mods = ["-DFLEX=1", "-DFLEX_MAX=0", "-DFLEX_BLOCKS=0", "-DFLEX_IS_FINITE=0"]
+    mods += [f"-DFLEX_FACTOR={factor}", f"-DHAS_PAIRS={pairs}"]
+    assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", f"attn_bwd_sm90_{row}", tmp_path, *mods)
+
+
 @pytest.mark.parametrize("row", ["bf16_d64_q128kv128", "fp16_d80_q64kv128_varlen", "bf16_d256_q64kv128_varlen"])
 def test_rows_of_the_emulated_preparation_of_the_backward(row, tmp_path):
     assert "all rows are prepared" in emulated_on_hopper("check_bwd_prep", f"attn_bwd_prep_{row}", tmp_path)
