@@ -23,6 +23,7 @@ from flash_attn._sinks import without_rows_behind
 from flash_attn.flex import attention as flex
 from flash_attn.flex import ops
 from flash_attn.flex import options as mods
+from flash_attn.flex.graph import rng_state_of
 from flash_attn.flex.kept_walks import FEW_BYTES, KeptWalks
 from flash_attn.flex.tracer import program_of
 
@@ -318,7 +319,7 @@ def attend(
 
     k and v are None if they lie in the tensor before, as ``_calls._in_one`` says.
     """
-    if not (type(q) is Tensor and dropout_p == 0 and return_attn_probs is False):
+    if not (type(q) is Tensor and return_attn_probs is False):
         return None
     if not type(k) is type(v) is Tensor and not (v is None and (k is None or type(k) is Tensor)):
         return None
@@ -337,9 +338,12 @@ def attend(
     )
     if is_recorded and v is None:
         return None
-    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False
+    has_dropout = type(dropout_p) not in (float, int) or dropout_p != 0
+    if has_dropout and not (type(dropout_p) is float and 0 < dropout_p < 1):
+        return None
+    options = 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False
     if attn_bias is attn_mask is None and not return_max_logits and not (return_lse and is_recorded):
-        return _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded)
+        return None if has_dropout else _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded)
     device, is_packed = _device_type(q), len(lengths) > 0
     num_dims, on_cpu = 3 if is_packed else 4, device == "cpu"
     if device is None or block_table is not None:
@@ -356,12 +360,13 @@ def attend(
     if window[1] >= 0 and not is_packed and q.shape[1] == 1:  # the only query sees up to the last key
         causal, window_size = False, (window[0], -1)
         window = window_size
-        options = dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic, False
+        options = 0.0, softmax_scale, causal, window, softcap, alibi_slopes, deterministic, False
     places = blocks = None
     if on_cpu:
         (b, len_q), len_kv = q.shape[:2], keys.shape[1]
         shape = (1, q.shape[-2], b, keys.shape[0]) if is_packed else (b, q.shape[-2], len_q, len_kv)
-        is_decoded = not return_max_logits and ops.is_few_for_cpu(*shape[2:], shape[1], keys.shape[-2], q.dtype)
+        is_decoded = not (return_max_logits or has_dropout)
+        is_decoded = is_decoded and ops.is_few_for_cpu(*shape[2:], shape[1], keys.shape[-2], q.dtype)
         if not (_is_one_block(*shape[2:]) or 0 in shape or is_decoded):
             blocks = functools.partial(_blocks, q.device, attn_mask, shape, (causal, *window_size), is_packed, False)
     elif is_packed:
@@ -376,7 +381,7 @@ def attend(
     elif attn_mask is not None:
         shape = q.shape[0], q.shape[-2], q.shape[1], keys.shape[1]
         few = ops.is_few_for_gpu(*shape[2:], shape[1], keys.shape[-2], q.dtype, q.shape[-1])
-        is_decoded = few and not is_recorded and not return_max_logits
+        is_decoded = few and not (is_recorded or return_max_logits or has_dropout)
         blocks = functools.partial(_blocks, q.device, attn_mask, shape, None, False, is_decoded)
     elif window != (-1, -1):
         if _are_watched():
@@ -389,9 +394,14 @@ def attend(
         if shift is None:
             return None
     wants_probability = is_recorded and sinks is not None and sinks.requires_grad
+    dropout = None
+    if has_dropout:
+        if _are_watched():  # the long way shall draw the only numbers
+            return None
+        dropout = dropout_p, rng_state_of(dropout_p, q.device)
     further = (
         _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
-        record, wants_probability,
+        record, wants_probability, dropout,
     )  # fmt: skip
     if is_packed:
         results = flash_attn_2_cuda.direct_varlen_mods(q, k, v, *lengths, *options, None, *further)
@@ -405,7 +415,7 @@ def attend(
     if is_recorded:
         score = None if score_of is None else score_of.bound(score)
         mask = None if mask_of is None else mask_of.bound(mask)
-        call = flex.Call(softmax_scale, score, mask, blocks, return_max_logits)
+        call = flex.Call(softmax_scale, score, mask, blocks, return_max_logits, dropout=dropout)
         names = [] if score_of is None else [*score_of.names]
         names += [None] * (0 if blocks is None else len(flex.LISTS)) + ([] if mask_of is None else mask_of.names)
         way = _extended.Mods(call, is_packed, deterministic, names, of_rows, lengths[0] if is_packed else None)

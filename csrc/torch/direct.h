@@ -31,7 +31,7 @@ typedef fa_status fa_direct_execute(const fa_call *call, PyObject *const *furthe
 /* Does nothing watch ops, and does autocast cast no tensor? A call may then go without torch's dispatcher. */
 bool fa_is_unseen(void);
 
-#define FA_MOST_FURTHER 12
+#define FA_MOST_FURTHER 13
 
 /* Returns the results of a call, or None if the op must be called. NULL: there is an exception. The last num_further
  * arguments are no arguments of the op. execute reads them in place of fa_execute. */

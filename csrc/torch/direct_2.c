@@ -31,9 +31,9 @@
 /* The same calls with mods: arguments of the op, then those of fa_flex_execute. */
 #define MODS                                                                                                  \
     ", kind_of, attn_bias, attn_mask, sinks, places, blocks, wants_max, on_cpu, least, given_shift, record, " \
-    "wants_probability"
+    "wants_probability, dropout"
 #define WITH_MAX "out, softmax_lse if there is a record, the probability of sinks and max_logits if wanted"
-#define NUM_MODS 12
+#define NUM_MODS 13
 
 /* The same calls with options: arguments of the op, then those of fa_execute_with_options. */
 #define OPTIONS_TOO ", sinks, wants_lse, wants_probability"

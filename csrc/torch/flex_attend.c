@@ -516,8 +516,9 @@ static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, bool wants_p
     fa_status status = FA_OK;
     void *data = NULL;
     TRY(fa_check_call(call, p, err));
-    REQUIRE(!p->paged && p->dropout_p == 0, "a call with mods has no pages and no dropout");
+    REQUIRE(!p->paged, "a call with mods has no pages");
     c->tensors[0].t = call->q;
+    TRY(read_dropout(c, err));
     TRY(fa_make_option_mods(call, p, m, err));
     c->blocks = m->made_blocks;
     if (!read_program(c, 0, m->score, &c->flex.score) || !read_program(c, 1, m->mask, &c->flex.mask)) return FA_EINVAL;
@@ -556,7 +557,7 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outp
                         .least = PyFloat_AsDouble(further[8]),
                         .given_shift = further[9],
                         .record = further[10]};
-    flex_call c = {.wants_max = further[6] == Py_True};
+    flex_call c = {.wants_max = further[6] == Py_True, .dropout = further[12]};
     const fa_status status = execute_with_mods(&c, &m, further[11] == Py_True, call, outputs, err);
     for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
     fa_drop_option_mods(&m);

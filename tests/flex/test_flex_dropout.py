@@ -13,7 +13,15 @@ from oracle import dropout_keep
 from oracle_attention import TOLERANCES, close
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from flash_attn import (
+    _calls,
+    _extended,
+    _extended_directly,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 from flash_attn.flex import graph
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -26,7 +34,8 @@ STATE = 0x3141592653589793, 77  # seed and offset
 @pytest.fixture
 def known_state(monkeypatch):
     """Every call draws STATE."""
-    monkeypatch.setattr(graph, "rng_state_of", lambda dropout_p, device: state(device) if dropout_p else None)
+    for module in (graph, _extended_directly):
+        monkeypatch.setattr(module, "rng_state_of", lambda dropout_p, device: state(device) if dropout_p else None)
 
 
 def state(device):
@@ -113,15 +122,19 @@ def compare(device, tensors, options, tolerance, attend):
 
 
 def attend(q, k, v, bias=None, mask=None, sinks=None, **options):
-    return flash_attn_func(
-        q, k, v, P, attn_bias=bias, attn_mask=mask, sinks=sinks, return_lse=True, **options
-    )  # fmt: skip
+    return flash_attn_func(q, k, v, P, attn_bias=bias, attn_mask=mask, sinks=sinks, return_lse=True, **options)
+
+
+@pytest.fixture
+def short_way(monkeypatch):
+    """Fails if C does not take the eager call as it is."""
+    monkeypatch.setattr(_extended, "attend", lambda *_: pytest.fail("the short way was not taken"))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_on_every_instruction_set(dtype, shape, option, isa, known_state):
+def test_on_every_instruction_set(dtype, shape, option, isa, short_way, known_state):
     dtype = DTYPES[dtype]
     compare("cpu", *inputs(shape, option, dtype), TOLERANCES[dtype], attend)
 
@@ -130,13 +143,21 @@ def test_on_every_instruction_set(dtype, shape, option, isa, known_state):
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 300, 300, 2, 1, 128), (1, 200, 600, 2, 2, 192)], ids=str)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("device", [GPU])
-def test_on_gpus(device, dtype, shape, option, known_state):
+def test_on_gpus(device, dtype, shape, option, short_way, known_state):
     dtype = DTYPES[dtype]
     compare(device, *inputs(shape, option, dtype), TOLERANCES[dtype], attend)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_fp64(option, known_state):
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_long_way(device, shape, option, monkeypatch, known_state):
+    monkeypatch.setattr(_calls, "_short_way", lambda: lambda *_: None)
+    compare(device, *inputs(shape, option, torch.float32), 2e-5, attend)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fp64(option, short_way, known_state):
     """lse is fp32."""
     compare("cpu", *inputs(SHAPES[-1], option, torch.float64), 1e-6, attend)
 
