@@ -376,7 +376,7 @@ static bool check_gradients(const flex_case *c, const naive *n, const char *isa,
     deviation x = {0, 0};
     for (int64_t i = 0; i < v->h && c->score == SLOPE; i++)
         deviate(&x, c->p.dtype == FA_F64 ? ((double *)c->gradients[1])[i] : ((float *)c->gradients[1])[i], n->slope[i]);
-    for (int64_t i = 0; i < v->h * v->len_q * v->len_kv && c->score == BIAS; i++)
+    for (int64_t i = 0; i < v->h * v->len_q * v->len_kv && (c->score == BIAS || c->score == ADDS); i++)
         deviate(&x, ((float *)c->gradients[2])[i], n->bias[i]);
     for (int64_t i = 0; i < 2 * v->len && c->score == REL; i++) deviate(&x, ((float *)c->gradients[3])[i], n->rel[i]);
     return is_close(c, isa, "captures", x, unit * (x.largest + (c->score == SLOPE ? (double)v->len : 1)), verbose);

@@ -120,7 +120,8 @@ static void make_mask(mod_program *m, int mod, const mod_values *v) {
 
 /* ---- score_mods and their derivatives ------------------------------------------------------------------------ */
 
-enum { NO_SCORE, SOFTCAP, SLOPE, BIAS, REL, HIDES, TIMES, NUM_SCORES };
+/* ADDS is BIAS in fp32, as attn_bias gives it, which the kernels know (cpu/flex_bias.h). In fp64 it is BIAS. */
+enum { NO_SCORE, SOFTCAP, SLOPE, BIAS, REL, HIDES, TIMES, ADDS, NUM_SCORES };
 
 /* *factor receives the derivative. */
 static double score_of(int mod, const mod_values *v, double s, int64_t h, int64_t i, int64_t j, double *factor) {
@@ -128,6 +129,7 @@ static double score_of(int mod, const mod_values *v, double s, int64_t h, int64_
     switch (mod) {
     case SOFTCAP: *factor = 1 - tanh(s / 2) * tanh(s / 2); return 2 * tanh(s / 2);
     case SLOPE: return s + v->slope[h] * (double)(j - i);
+    case ADDS:
     case BIAS: return s + v->bias[(h * v->len_q + i) * v->len_kv + j];
     case REL: return s + v->rel[j - i + v->len];
     case HIDES: *factor = (i + j) % 5 != 0; return (i + j) % 5 == 0 ? -INFINITY : s;
@@ -140,12 +142,13 @@ static double score_of(int mod, const mod_values *v, double s, int64_t h, int64_
 static void add_gradient(int mod, const mod_values *v, double ds, int64_t h, int64_t i, int64_t j, double *slope,
                          double *bias, double *rel) {
     if (mod == SLOPE) slope[h] += ds * (double)(j - i);
-    if (mod == BIAS) bias[(h * v->len_q + i) * v->len_kv + j] += ds;
+    if (mod == BIAS || mod == ADDS) bias[(h * v->len_q + i) * v->len_kv + j] += ds;
     if (mod == REL) rel[j - i + v->len] += ds;
 }
 
 static void make_score(mod_program *m, int mod, const mod_values *v, bool is_double, bool is_derivative) {
     const fa_flex_type f = is_double ? FA_FLEX_F64 : FA_FLEX_F32;
+    if (mod == ADDS && is_double) mod = BIAS;
     begin_program(m, v, is_double);
     const uint32_t h = put(m, FA_FLEX_h, I, 0), i = put(m, FA_FLEX_q_idx, I, 0), j = put(m, FA_FLEX_kv_idx, I, 0),
                    s = put(m, FA_FLEX_score, f, 0);
@@ -178,6 +181,11 @@ static void make_score(mod_program *m, int mod, const mod_values *v, bool is_dou
             put(m, FA_FLEX_add, f, 2, s, put(m, FA_FLEX_convert, f, 1, value));
         }
     }
+    if (mod == ADDS && is_derivative) {
+        put(m, FA_FLEX_scatter, FA_FLEX_F32, 5, 2u, h, i, j, grad);
+        put(m, FA_FLEX_grad, f, 0); /* the result */
+    }
+    if (mod == ADDS && !is_derivative) put(m, FA_FLEX_add, f, 2, s, put(m, FA_FLEX_gather, f, 4, 2u, h, i, j));
     if (mod == HIDES) {
         const uint32_t rest = put(m, FA_FLEX_remainder, I, 2, put(m, FA_FLEX_add, I, 2, i, j), put_integer(m, 5));
         const uint32_t other = put(m, FA_FLEX_convert, f, 1, put_number(m, is_derivative ? 0 : -INFINITY));
