@@ -425,7 +425,8 @@ def attend(
         "attn_bias": attn_bias is not None,
         "attn_mask": attn_mask is not None,
         "return_max_logits": return_max_logits,
-        "return_lse with gradients": return_lse and is_recorded,
+        # a checkpoint repeats a forward without gradients with them, and must drop the same elements
+        "return_lse with gradients": return_lse and (is_recorded or (dropout_p and block_table is None)),
         # an exported program gets its gradients from the op of flex_attention, which knows sinks and lse
         "torch.export": is_exporting() and block_table is None,
         "sinks in fp64": _has_fp64_sinks(q, sinks) and block_table is None and not dropout_p,

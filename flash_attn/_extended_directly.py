@@ -342,7 +342,7 @@ def attend(
     if has_dropout and not (type(dropout_p) is float and 0 < dropout_p < 1):
         return None
     options = 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, False
-    if attn_bias is attn_mask is None and not return_max_logits and not (return_lse and is_recorded):
+    if attn_bias is attn_mask is None and not return_max_logits and not (return_lse and (is_recorded or has_dropout)):
         return None if has_dropout else _plain(q, k, v, lengths, options, block_table, sinks, return_lse, is_recorded)
     device, is_packed = _device_type(q), len(lengths) > 0
     num_dims, on_cpu = 3 if is_packed else 4, device == "cpu"
@@ -394,11 +394,13 @@ def attend(
         if shift is None:
             return None
     wants_probability = is_recorded and sinks is not None and sinks.requires_grad
-    dropout = None
-    if has_dropout:
-        if _are_watched():  # the long way shall draw the only numbers
-            return None
-        dropout = dropout_p, rng_state_of(dropout_p, q.device)
+    drawn = []
+
+    def draw():  # once C takes the call, because the long way would draw again
+        drawn.append(rng_state_of(dropout_p, q.device))
+        return drawn[0]
+
+    dropout = (dropout_p, draw) if has_dropout else None
     further = (
         _programs_of, attn_bias, attn_mask, sinks, places, blocks, return_max_logits, on_cpu, mods.LEAST_BIAS, shift,
         record, wants_probability, dropout,
@@ -415,7 +417,9 @@ def attend(
     if is_recorded:
         score = None if score_of is None else score_of.bound(score)
         mask = None if mask_of is None else mask_of.bound(mask)
-        call = flex.Call(softmax_scale, score, mask, blocks, return_max_logits, dropout=dropout)
+        call = flex.Call(
+            softmax_scale, score, mask, blocks, return_max_logits, dropout=(dropout_p, *drawn) if drawn else None
+        )
         names = [] if score_of is None else [*score_of.names]
         names += [None] * (0 if blocks is None else len(flex.LISTS)) + ([] if mask_of is None else mask_of.names)
         way = _extended.Mods(call, is_packed, deterministic, names, of_rows, lengths[0] if is_packed else None)

@@ -45,7 +45,8 @@ typedef struct {
     PyObject *block_mask, *find_blocks; /* a BlockMask or None; None, or a function that returns blocks or None */
     PyObject *owned_blocks;             /* what one of both became */
     fa_outputs outputs;                 /* owned: out, lse and perhaps max_scores */
-    bool has_raised;                    /* find_blocks has */
+    PyObject *drawn;                    /* owned: what the function of dropout has returned */
+    bool has_raised;                    /* find_blocks, or the function of dropout */
     fa_kept_of_call kept;
     fa_flex flex;
     fa_problem problem;
@@ -421,7 +422,12 @@ static fa_status read_dropout(flex_call *c, fa_error *err) {
     const double dropout_p = PyFloat_AsDouble(PyTuple_GetItem(c->dropout, 0));
     if (PyErr_Occurred()) return fa_keep_exception(), FA_EPYTHON;
     TRY(fa_read_dropout_p(dropout_p, &c->problem, err));
-    TRY(fa_flex_read_tensor(PyTuple_GetItem(c->dropout, 1), "rng_state", state, err));
+    PyObject *given = PyTuple_GetItem(c->dropout, 1);
+    if (PyCallable_Check(given)) {
+        given = c->drawn = PyObject_CallObject(given, NULL);
+        if (!given) return c->has_raised = true, FA_EPYTHON;
+    }
+    TRY(fa_flex_read_tensor(given, "rng_state", state, err));
     REQUIRE(present(&state->t), "rng_state must be given with dropout; it is None");
     return fa_read_rng_state(&state->t, &c->tensors[0].t, &c->problem, err);
 }
@@ -518,7 +524,6 @@ static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, bool wants_p
     TRY(fa_check_call(call, p, err));
     REQUIRE(!p->paged, "a call with mods has no pages");
     c->tensors[0].t = call->q;
-    TRY(read_dropout(c, err));
     TRY(fa_make_option_mods(call, p, m, err));
     c->blocks = m->made_blocks;
     if (!read_program(c, 0, m->score, &c->flex.score) || !read_program(c, 1, m->mask, &c->flex.mask)) return FA_EINVAL;
@@ -536,6 +541,7 @@ static fa_status execute_with_mods(flex_call *c, fa_option_mods *m, bool wants_p
         TRY(fa_make_output(outputs, &call->q, 3, size, stride, fa_torch.f32, &data, err));
         c->flex.max_scores = (fa_row_stats){.data = data, .stride_b = stride[0], .stride_h = stride[1]};
     }
+    TRY(read_dropout(c, err)); /* nothing else refuses the call, which would draw again then */
     p->flex = &c->flex;
     const bool has_elements = p->h_kv > 0;
     c->mask = m->mask;
@@ -561,9 +567,10 @@ fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outp
     const fa_status status = execute_with_mods(&c, &m, further[11] == Py_True, call, outputs, err);
     for (int i = 0; i < 2; i++) fa_flex_unbind(c.programs[i]);
     fa_drop_option_mods(&m);
+    Py_XDECREF(c.drawn);
     if (status == FA_OK) return FA_OK;
     fa_drop_outputs(outputs);
-    if (m.has_raised) return fa_keep_exception(), FA_EPYTHON;
+    if (m.has_raised || c.has_raised) return fa_keep_exception(), FA_EPYTHON;
     return FA_EINVAL; /* whatever it was, the long way says it in the caller's words */
 }
 

@@ -3,6 +3,7 @@
 The elements that it keeps are those of oracle.dropout_keep for the seed and offset that the call draws.
 """
 
+import contextlib
 import functools
 import math
 
@@ -17,10 +18,12 @@ from flash_attn import (
     _calls,
     _extended,
     _extended_directly,
+    explain,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    prebuild_call,
 )
 from flash_attn.flex import graph
 from flash_attn.flex_attention import AuxRequest, create_block_mask, flex_attention
@@ -287,6 +290,63 @@ def test_a_repeated_forward_draws_numbers_of_its_own():
     first, again = (x.detach().squeeze() for x in drawn)
     assert not first.equal(again)
     torch.testing.assert_close(grad[:, 0], again.sum(0))
+
+
+CALLS = {
+    "return_lse": lambda q, v: flash_attn_func(q, q, v, 0.5, return_lse=True)[0],
+    "sinks and lse": lambda q, v: flash_attn_func(q, q, v, 0.5, sinks=torch.zeros(2), return_lse=True)[0],
+    "bias": lambda q, v: flash_attn_func(q, q, v, 0.5, attn_bias=torch.ones(40, 40)),
+    "mask": lambda q, v: flash_attn_func(q, q, v, 0.5, attn_mask=torch.ones(40, dtype=torch.bool)),
+    "strided": lambda q, v: flash_attn_func(q.mT.contiguous().mT, q, v, 0.5, attn_bias=torch.ones(40, 40)),
+    "tensor scale": lambda q, v: flash_attn_func(q, q, v, 0.5, torch.tensor(0.2), attn_bias=torch.ones(40, 40)),
+    "packed": lambda q, v: flash_attn_qkvpacked_func(torch.stack([q, q, v], 2), 0.5, attn_bias=torch.ones(40, 40)),
+    "packed, strided": lambda q, v: flash_attn_kvpacked_func(
+        q, torch.stack([q, v], 2).mT.contiguous().mT, 0.5, attn_bias=torch.ones(40, 40)
+    ),
+    "no keys": lambda q, v: flash_attn_func(q, q[:, :0], v[:, :0], 0.5, attn_bias=torch.ones(1)),
+    "varlen": lambda q, v: flash_attn_varlen_func(
+        q[0], q[0], v[0], *[torch.tensor([0, 9, 40], dtype=torch.int32)] * 2, 31, 31, 0.5, attn_bias=torch.ones(31)
+    )[None],
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_draws_once_and_a_checkpoint_draws_the_same(call, monkeypatch):
+    """Whatever watches the call, and however many ways to the kernels refuse it. v is the identity, so the gradient of
+    value j of a sum is the sum of column j of what is kept."""
+    drawn, draw = [], graph.rng_state_of
+    for module in (graph, _extended_directly):
+        monkeypatch.setattr(module, "rng_state_of", lambda *args: drawn.append(draw(*args)) or drawn[-1])
+    q, v = randn(1, 40, 2, 40).requires_grad_(), torch.eye(40)[None, :, None].repeat(1, 1, 2, 1).requires_grad_()
+    found = []
+    profiled = torch.profiler.profile
+    for around in (contextlib.nullcontext, torch.no_grad, profiled, lambda: torch.autocast("cpu", torch.bfloat16)):
+        torch.manual_seed(7)
+        drawn.clear()
+        with around():
+            found.append(CALLS[call](q, v))
+        assert len(drawn) == 1
+        torch.testing.assert_close(found[-1].float(), found[0], rtol=0.02, atol=0.02)
+    if call == "no keys":
+        return
+    for use_reentrant in (False, True):
+        out = checkpoint(CALLS[call], q, v, use_reentrant=use_reentrant)
+        (grad,) = torch.autograd.grad(out.sum(), v) if not use_reentrant else (None,)
+        if use_reentrant:
+            v.grad = None
+            out.sum().backward()
+            grad = v.grad
+        torch.testing.assert_close(grad[..., 0], out.sum(1).mT, rtol=1e-4, atol=1e-5)
+
+
+def test_planning_draws_nothing():
+    q, bias = randn(1, 40, 2, 8).requires_grad_(), torch.zeros(40, 40)
+    torch.manual_seed(1)
+    want = torch.rand(1)
+    for plan in (explain, functools.partial(prebuild_call, archs="sm_90a", compiles=False)):
+        torch.manual_seed(1)
+        plan(flash_attn_func, q.bfloat16(), q.bfloat16(), q.bfloat16(), 0.5, attn_bias=bias)
+        assert torch.rand(1).equal(want)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
