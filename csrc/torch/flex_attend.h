@@ -26,8 +26,8 @@
 /* Executes a forward of the plain ops (direct.h), whose window, softcap, slopes and places of packed sequences mods
  * compute (option_mods.h). further: kind_of, attn_bias, attn_mask, sinks, places, blocks, whether the largest score of
  * each head is wanted, a result [h], on_cpu, least, given_shift, record, whether the probability of sinks is wanted,
- * which the CPU returns behind lse, and None or dropout_p and a function that draws rng_state, in place of the dropout_p
- * of the op. The function is called once nothing refuses the call. With packed sequences the mods see one batch, whose
+ * which the CPU returns behind lse, and None or dropout_p and a function that draws rng_state, in place of the op's
+ * dropout_p. The function is called once nothing refuses the call. With packed sequences the mods see one batch, whose
  * rows and keys are those of the tensors. */
 fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err);
 
