@@ -16,6 +16,14 @@ from harness_plan import plan  # noqa: F401  (a fixture)
 torch.set_num_threads(1)
 
 
+LONG = "test_check_kernels.py", "test_arm.py", "test_inner_loops.py"
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that take minutes come first, because at the end a process would wait for another one that has one left."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc):
     """isa varies fastest. So the expected result of a case is computed once and kept for all instruction sets."""
