@@ -152,7 +152,8 @@ def flash_attn_func(
             Otherwise, dq may differ by rounding from run to run if ``explain`` says "added in any order".
         return_attn_probs: return the three results below instead of one.
 
-        These options, by keyword, are not upstream's. ``torch.compile`` keeps them in its graph.
+        These options, by keyword, are not upstream's. ``torch.compile`` keeps them in its graph. They combine with
+        dropout_p, but a seed drops other elements then.
         attn_bias: floating ``[b, h, len_q, len_k]``, or 1 in place of a size, or fewer dimensions: added to the score
             after softcap and slopes. Its gradient has its shape.
         attn_mask: bool, of such a shape: key j is visible from row i only where it is True. Combines with causal and
@@ -169,8 +170,7 @@ def flash_attn_func(
         negative where dropped. For tests.
     Raises:
         RuntimeError: a shape, dtype, device or value does not fit. The message names the argument, what came and what
-            is allowed. So do attn_bias, attn_mask, return_max_logits, and return_lse with gradients, if there is
-            dropout.
+            is allowed.
         TypeError: an argument is of a wrong kind, such as a list in place of a tensor; ValueError: window_size is.
     Gradients for q, k, v, attn_bias and sinks, through out, and through the lse of return_lse.
     Source: FlashAttention-2, arXiv 2307.08691. Specification: csrc/cpu/reference.c.

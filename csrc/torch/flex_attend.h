@@ -24,11 +24,15 @@
 #include "outputs.h"
 
 /* Executes a forward of the plain ops (direct.h), whose window, softcap, slopes and places of packed sequences mods
- * compute (option_mods.h). further: kind_of, attn_bias, attn_mask, sinks, places, blocks, whether the largest score of
- * each head is wanted, a result [h], on_cpu, least, given_shift, record, whether the probability of sinks is wanted,
- * which the CPU returns behind lse, and None or dropout_p and a function that draws rng_state, in place of the op's
- * dropout_p. The function is called once nothing refuses the call. With packed sequences the mods see one batch, whose
- * rows and keys are those of the tensors. */
+ * compute (option_mods.h). With packed sequences the mods see one batch, whose rows and keys are those of the tensors.
+ * further:
+ *
+ *   kind_of, attn_bias, attn_mask, sinks, places, blocks
+ *   wants_max           the largest score of each head, a result [h]
+ *   on_cpu, least, given_shift, record
+ *   wants_probability   that of sinks, which the CPU returns behind lse
+ *   dropout             None, or dropout_p, in place of the op's, and a function that draws rng_state. It is called
+ *                       once nothing refuses the call. */
 fa_status fa_flex_execute(const fa_call *call, PyObject *const *further, fa_outputs *outputs, fa_error *err);
 
 PyObject *fa_flex_forward(PyObject *self, PyObject *args);

@@ -15,9 +15,9 @@
 
 #pragma GCC diagnostic ignored "-Wunused-function" /* the cases of plain attention are not used here */
 
-#include "cpu/dropout.h"
 #include "cpu/reference.h"
 #include "cuda_device.h"
+#include "dropout_at.h"
 #include "flex/flex.h"
 #include "flex/source.h"
 #include "flex/source_words.h"
@@ -459,13 +459,6 @@ static double dot(const double *x, const double *y, int64_t n) {
     double sum = 0;
     for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
     return sum;
-}
-
-/* What dropout multiplies a weight by. */
-static double dropout_at(const fa_problem *p, int64_t b, int64_t h, int64_t i, int64_t j) {
-    if (p->dropout_p == 0) return 1;
-    const uint64_t stream = fa_dropout_stream(p->offset, b, p->h, h);
-    return fa_dropout_byte(p->seed, stream, i, j) <= p->keep_max ? 1 / (1 - p->dropout_p) : 0;
 }
 
 /* Computes one query row, with its part of all gradients. */

@@ -12,8 +12,8 @@
 #include <stdint.h>
 #include <cmocka.h>
 #include "cpu/convert.h"
-#include "cpu/dropout.h"
 #include "cpu/flex_seen.h"
+#include "dropout_at.h"
 #include "few_seeds.h"
 #include "flex/operations.h"
 #include "guarded.h"
@@ -248,13 +248,6 @@ static double dot(const double *x, const double *y, int64_t n) {
 
 static void add_scaled(double *acc, double factor, const double *x, int64_t n) {
     for (int64_t t = 0; t < n; t++) acc[t] += factor * x[t];
-}
-
-/* What dropout multiplies a weight by. */
-static double dropout_at(const fa_problem *p, int64_t b, int64_t h, int64_t i, int64_t j) {
-    if (p->dropout_p == 0) return 1;
-    const uint64_t stream = fa_dropout_stream(p->offset, b, p->h, h);
-    return fa_dropout_byte(p->seed, stream, i, j) <= p->keep_max ? 1 / (1 - p->dropout_p) : 0;
 }
 
 static void naive_row(const flex_case *c, naive *n, int64_t b, int64_t h, int64_t i, bool backward) {
