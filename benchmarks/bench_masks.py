@@ -18,6 +18,9 @@ prints the table.
 --short times thousands of short sequences without a mask, and FA2, too. "before" is our call without the kernels of
 short sequences, and "copy" copies as many bytes as q, k, v and out have. Writes short_<device>.csv. With --masks it
 times these sequences with masks, and with biases that want their gradients. Writes short_masks_<device>.csv.
+
+--dropout P drops weights in ours and in PyTorch's backends, at BENCH_MASKS. "without" is our call without dropout, and
+no error is computed. Writes dropout_masks_<device>.csv.
 """
 
 import argparse
@@ -58,15 +61,15 @@ def mask_of(name, case):
     }[name]()
 
 
-def ours(q, k, v, mask):
+def ours(q, k, v, mask, dropout_p=0.0):
     named = {} if mask is None else {"attn_mask" if mask.dtype == torch.bool else "attn_bias": mask}
-    return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **named).transpose(1, 2)
+    return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), dropout_p, **named).transpose(1, 2)
 
 
-def peer(backend):
+def peer(backend, dropout_p=0.0):
     def call(q, k, v, mask):
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, mask)
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout_p)
 
     return call
 
@@ -113,9 +116,17 @@ def before(call):
     return by_kernels("decode,sm90,sm80,any", call)
 
 
+def functions_of(options):
+    """{kernel: function of q, k, v, mask}."""
+    peers = {
+        name: peer(backend, options.dropout) for name, backend in (BESIDE_SHORT if options.short else PEERS).items()
+    }
+    without = {"without": ours} if options.dropout else {}
+    return {"ours": partial(ours, dropout_p=options.dropout), **without, **peers}
+
+
 def run(options):
     flush, rng = flusher(), random.Random(0)
-    peers = BESIDE_SHORT if options.short else PEERS
     short = BENCH_SHORT_MASKS if options.masks else BENCH_SHORT
     for case in short if options.short else BENCH_MASKS:
         for name in options.masks or (["none"] if options.short else MASKS):
@@ -126,7 +137,7 @@ def run(options):
                 mask.requires_grad_()
             tensors = [x.requires_grad_() for x in tensors]
             made, calls = {}, {}
-            for kernel, function in {"ours": ours, **{name: peer(x) for name, x in peers.items()}}.items():
+            for kernel, function in functions_of(options).items():
                 try:
                     made[kernel] = calls_of(function, tensors, mask, dout)
                 except RuntimeError as error:
@@ -139,7 +150,8 @@ def run(options):
                 )
                 calls["copy", "forward"] = partial(copy_of, tensors)
             times, mhz = in_turns(ready(calls), options.seconds, flush, rng)
-            errors = {kernel: error_of(out, tensors, mask) for kernel, (_, out) in made.items()}
+            compared = {} if options.dropout else made
+            errors = {kernel: error_of(out, tensors, mask) for kernel, (_, out) in compared.items()}
             rows = []
             for (kernel, step), ms in times.items():
                 problem = dict(zip(PROBLEM, (kernel, step, name, case.b, case.h, case.len_q, case.d)))
@@ -159,10 +171,14 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.3, help="for all kernels of a problem together")
     parser.add_argument("--short", action="store_true", help="thousands of short sequences")
     parser.add_argument("--masks", nargs="+", choices=MASKS)
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="the probability to drop a weight")
     add_out(parser)
     options = parser.parse_args()
+    if options.short and options.dropout:
+        parser.error("--dropout goes without --short")
     need_gpu()
     kind = "masks" if not options.short else "short_masks" if options.masks else "short"
+    kind = "dropout_masks" if options.dropout else kind
     path = options.out / f"{kind}_{machine()['device']}.csv"
     for rows in run(options):
         save(rows, path, COLUMNS, ("device", *PROBLEM))

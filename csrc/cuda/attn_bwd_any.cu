@@ -28,8 +28,8 @@
 /* A row of tiles.def gives HEAD_DIM columns, WARPS of BLOCKS times 16 own rows, and WALK rows of the other side in
  * STAGES. The row also gives CTAS of an SM and GRAD. */
 #if !defined(HEAD_DIM) || !defined(WALK) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
-    !defined(CTAS) || !defined(GRAD)
-#error "a row of tiles.def"
+    !defined(CTAS) || !defined(GRAD) || !defined(DROPOUT)
+#error "a row of tiles.def; DROPOUT beside FLEX: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_bwd_any
@@ -42,6 +42,7 @@
 
 constexpr int WARP_ROWS = 16 * BLOCKS, OWN = WARP_ROWS * WARPS, N = WALK / 8;
 constexpr bool OWNS_KEYS = GRAD != 0, ADDS_DS = GRAD != 2, ADDS_P = GRAD >= 2;
+constexpr bool MAY_DROP = DROPOUT || !FLEX; /* plain texts ask for dropout when they run */
 
 static_assert(HEAD_DIM % 16 == 0 && WALK % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
 static_assert(OWNS_KEYS || WALK == 16 || WALK % 32 == 0, "a dropout patch has 32 keys");
@@ -117,9 +118,11 @@ DEVICE void make_plain_weights(const fa_cuda_problem &p, const row_stats (&own)[
 /* Bit 4 n + e says whether dropout keeps element e of fragment n of a block of [16, WALK]. */
 DEVICE u32 kept_of(const fa_cuda_problem &p, const sequence &seq, int head, int own_row, int walk) {
     const dropout drop(p, seq.b_idx, head);
-    if (!drop.is_on) return 0xffffffffu;
+    if (!MAY_DROP || !drop.is_on) return 0xffffffffu;
     return OWNS_KEYS ? drop.kept_rows_are_keys<N>(own_row, walk) : drop.kept_rows_are_queries<N>(own_row, walk);
 }
+
+DEVICE float kept_scale(const fa_cuda_problem &p, bool is_kept) { return !MAY_DROP ? 1 : is_kept ? p.keep_scale : 0; }
 
 /* Does the same for a block of [16, WALK] and for all problems. Own rows begin at `own_row`, and walked rows begin
  * at `walk`. Bit 4 n + e of the result says that the query of element e of fragment n sees the key. */
@@ -150,7 +153,7 @@ DEVICE u32 make_weights(const fa_cuda_problem &p, const sequence &seq, int head,
                 if (score.is_plain)
                     x = fmaf(s[n][e], score.score_scale, -q.lse); /* the product is not rounded, as in the forward */
                 const float prob = ex2(x * LOG2_E);
-                const float z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
+                const float z = kept_scale(p, kept >> (4 * n + e) & 1);
                 weight = prob * z;
                 if (ADDS_DS) change = prob * (z * dp[n][e] - q.delta) * derivative;
             }
@@ -184,7 +187,7 @@ DEVICE u32 make_flex_weights(const fa_cuda_problem &p, const mods &mod, const se
             weights[e] = changes[e] = 0;
             seen |= (u32)sees << (4 * n + e);
             if (sees) {
-                const float prob = ex2((score - q.lse) * LOG2_E), z = kept >> (4 * n + e) & 1 ? p.keep_scale : 0;
+                const float prob = ex2((score - q.lse) * LOG2_E), z = kept_scale(p, kept >> (4 * n + e) & 1);
                 weights[e] = prob * z;
                 if (ADDS_DS) changes[e] = mod.derivative(sums, x, prob * (z * dp[0][e] - q.delta), i, j);
             }

@@ -24,8 +24,8 @@
 /* A row of tiles.def gives HEAD_DIM columns, BLOCK_KV keys, WARPS of BLOCKS times 16 query rows and STAGES of K and
  * V. The row also gives CTAS of an SM. */
 #if !defined(HEAD_DIM) || !defined(BLOCK_KV) || !defined(WARPS) || !defined(BLOCKS) || !defined(STAGES) || \
-    !defined(CTAS)
-#error "a row of tiles.def"
+    !defined(CTAS) || !defined(DROPOUT)
+#error "a row of tiles.def; DROPOUT beside FLEX: 0 or 1"
 #endif
 #ifndef KERNEL
 #define KERNEL attn_fwd_any
@@ -37,6 +37,7 @@
 
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
 #include "softmax_any.cuh"
+constexpr bool MAY_DROP = DROPOUT || !FLEX; /* plain texts ask for dropout when they run */
 constexpr int MIN_CTAS = OF_3 && CTAS > 2 ? 2 : CTAS; /* attention chunks need registers */
 
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");
@@ -221,7 +222,7 @@ DEVICE void attend(const problem &p, shared_memory &shared, const sequence &s, i
 #endif
         }
         softmax_step(scores, o, rows, unit * LOG2_E);
-        if (p.rng_state)
+        if (MAY_DROP && p.rng_state)
 #pragma unroll
             for (int m = 0; m < BLOCKS; m++) drop_scores(p, s, head, scores[m], warp_row + 16 * m, first);
         if (is_exact)

@@ -119,7 +119,8 @@ fa_cuda_problem fa_cuda_problem_of(const fa_cuda_call *call) {
 
 fa_status fa_cuda_launch_any(const fa_cuda_call *call, fa_family_id family, int row, const fa_cuda_problem *problem,
                              int64_t num_tasks, int threads, fa_error *err) {
-    const fa_variant variant = {family, row, fa_any_features(call->problem), call->gpu->capability, 0, NULL};
+    const unsigned features = fa_any_features(call->problem) & fa_families[family].knows;
+    const fa_variant variant = {family, row, features, call->gpu->capability, 0, NULL};
     const unsigned grid = num_tasks < INT32_MAX ? (unsigned)num_tasks : INT32_MAX;
     const fa_launch launch = {grid, 1, 1, .threads = (unsigned)threads};
     return fa_cuda_launch_with_mods(call, variant, launch, problem, sizeof *problem, err);

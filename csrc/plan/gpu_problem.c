@@ -52,8 +52,8 @@ unsigned fa_cuda_features(const fa_problem *p) {
 
 unsigned fa_any_features(const fa_problem *p) {
     const bool is_of_3 = (p->pass == FA_FWD && p->of_3) || fa_why_not_of_3(p, 0);
-    const unsigned additions = p->flex ? FA_OF_3 | FA_FLEX : is_of_3 ? FA_OF_3 : 0u;
-    return fa_dtype_feature(p->dtype) | additions;
+    const unsigned of_flex = FA_OF_3 | FA_FLEX | (p->dropout_p > 0 ? FA_DROPOUT : 0u);
+    return fa_dtype_feature(p->dtype) | (p->flex ? of_flex : is_of_3 ? FA_OF_3 : 0u);
 }
 
 enum { LARGEST_TILE = 1024 }; /* rows that a tile may have behind the end of its sequence */

@@ -292,10 +292,10 @@ static const fa_row combine_rows[] = {{.name = "combine"}};
 const fa_fwd_any_columns *fa_fwd_any_row(int row) { return (const fa_fwd_any_columns *)fwd_any_rows[row].columns; }
 const fa_bwd_any_columns *fa_bwd_any_row(int row) { return (const fa_bwd_any_columns *)bwd_any_rows[row].columns; }
 
-/* e4m3 is an addition of flash-attn 3. */
+/* e4m3 is an addition of flash-attn 3. Only beside a user's functions is dropout a constant of the text. */
 static bool any_chooses(int row, unsigned features) {
     (void)row;
-    return !(features & FA_IN_E4M3) || (features & FA_OF_3);
+    return (!(features & FA_IN_E4M3) || (features & FA_OF_3)) && !(features & FA_DROPOUT);
 }
 
 static bool fwd_any_chooses(int row, unsigned features) {
@@ -303,7 +303,7 @@ static bool fwd_any_chooses(int row, unsigned features) {
 }
 
 static bool bwd_any_chooses(int row, unsigned features) {
-    return (fa_bwd_any_row(row)->factor_bytes == 4) == ((features & FA_IN_F32) != 0);
+    return any_chooses(row, features) && (fa_bwd_any_row(row)->factor_bytes == 4) == ((features & FA_IN_F32) != 0);
 }
 
 /* Programmable attention has the additions of flash-attn 3. */
@@ -452,7 +452,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                     .files = FILES("attn_fwd_any.cu", "softmax_any.cuh", "rows_any.cuh", "sinks.cuh", TILE_ANY_FILES,
                                    FLEX_FILES),
                     .columns = {"HEAD_DIM", "BLOCK_KV", "WARPS", "BLOCKS", "STAGES", "CTAS"},
-                    .knows = ANY_KNOWS | FA_IN_E4M3 | FA_FLEX,
+                    .knows = ANY_KNOWS | FA_IN_E4M3 | FA_FLEX | FA_DROPOUT,
                     .rows = fwd_any_rows,
                     .num_rows = NUM_ROWS(fwd_any_rows),
                     .chooses = fwd_any_chooses,
@@ -460,7 +460,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_ANY] = {.name = "attn_bwd_any",
                     .files = FILES("attn_bwd_any.cu", TILE_ANY_FILES, FLEX_FILES, "flex_exact_sums.cuh"),
                     .columns = {"HEAD_DIM", "WALK", "WARPS", "BLOCKS", "STAGES", "CTAS", "GRAD"},
-                    .knows = ANY_KNOWS | FA_FLEX,
+                    .knows = ANY_KNOWS | FA_FLEX | FA_DROPOUT,
                     .rows = bwd_any_rows,
                     .num_rows = NUM_ROWS(bwd_any_rows),
                     .chooses = bwd_any_chooses,
