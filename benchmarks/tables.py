@@ -526,6 +526,9 @@ TABLES = {
     "few queries": few_queries,
     "masks": masks,
     "short": of_many("short_NVIDIA_H200.csv", ("b", "h", "length", "d"), "{} x {} heads, {} tokens, {}"),
+    "short masks": of_many(
+        "short_masks_NVIDIA_H200.csv", ("b", "h", "length", "d", "mask"), "{} x {} heads, {} tokens, {}, {}"
+    ),
     "many packed": of_many(
         "packed_NVIDIA_H200.csv",
         ("b", "h", "lengths", "mean", "d"),
