@@ -120,7 +120,7 @@ def plan(tmp_path_factory):
         pytest.skip("gcc is not installed")
     folder = tmp_path_factory.mktemp("plan")
     (folder / "main.c").write_text(PROGRAM)
-    files = [*CSRC.glob("plan/gpu*.c"), CSRC / "plan/kernel_table.c", CSRC / "flex/scatters.c"]
+    files = [*CSRC.glob("plan/gpu*.c"), CSRC / "plan/kernel_table.c", CSRC / "flex/scatters.c", CSRC / "flex/pairs.c"]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
     command = [GCC, "-std=c11", *sanitizers, "-I", CSRC, folder / "main.c", *files]
     subprocess.run([*command, "-o", folder / "plan"], check=True)

@@ -41,7 +41,7 @@ for head_dim, is_packed, options in json.loads(sys.argv[1]):
     if options.pop("has_sinks", False):
         options["sinks"] = torch.randn(4, device="cuda")
     if options.pop("has_bias", False):
-        options["attn_bias"] = randn(1, 4, 300, 300)
+        options["attn_bias"] = randn(1, 4, *[q.shape[1]] * 2)
     if is_packed:
         out = flash_attn_varlen_func(q, k, v, cu, cu, 269, 269, **options)
     elif options.get("has_mods"):
@@ -107,7 +107,10 @@ PROBLEMS["short"] = [(d, False, {"causal": causal, "length": 100}) for d in (64,
 PROBLEMS["d64-converter"] = [(64, False, {"causal": True, "length": 1100})]
 PROBLEMS |= {f"d{d}-mods": [(d, False, {"has_mods": of}) for of in ("of all", "of heads")] for d in (64, 128)}
 PROBLEMS |= {f"d{d}-mods": [(d, False, {"has_mods": "of all"})] for d in (160, 192, 256)}
-PROBLEMS |= {f"d{d}-biased": [(d, False, {"has_bias": True, "dropout_p": 0.2})] for d in (64, 128, 192, 256)}
+PROBLEMS |= {
+    f"d{d}-biased": [(d, False, {"has_bias": True, "length": 304, "dropout_p": 0.2})] for d in (64, 128, 192, 256)
+}
+PROBLEMS |= {f"d{d}-causal_bias": [(d, False, {"has_bias": True, "length": 304, "causal": True})] for d in (64, 128)}
 PROBLEMS["d128-in_order"] = [(128, False, {"deterministic": True})]
 BEFORE_HOPPER = {f"d{d}-dense": [(d, False, options) for options in DENSE] for d in (64, 96, 128, 192, 256)}
 BEFORE_HOPPER |= {f"d{d}-packed": [(d, True, options) for options in PACKED] for d in (64, 96, 128, 192, 256)}

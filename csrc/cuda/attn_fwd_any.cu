@@ -37,7 +37,7 @@
 
 constexpr int WARP_ROWS = 16 * BLOCKS, BLOCK_Q = WARP_ROWS * WARPS, N = BLOCK_KV / 8;
 #include "softmax_any.cuh"
-constexpr bool MAY_DROP = DROPOUT || !FLEX; /* plain texts ask for dropout when they run */
+constexpr bool MAY_DROP = DROPOUT || !FLEX;           /* plain texts ask for dropout when they run */
 constexpr int MIN_CTAS = OF_3 && CTAS > 2 ? 2 : CTAS; /* attention chunks need registers */
 
 static_assert(HEAD_DIM % 16 == 0 && BLOCK_KV % 16 == 0, "mma.m16n8k16 contracts 16 at a time");

@@ -61,6 +61,7 @@ constexpr bool IS_WIDE = HEAD_DIM > 128;
 constexpr int PRODUCER_REGS = WGS == 3 ? 32 : IS_WIDE ? 24 : 40;
 constexpr int CONSUMER_REGS = WGS == 3 ? 160 : IS_WIDE ? 240 : 232;
 constexpr int V_STAGES = STAGES, V_LOAD_STAGES = RAW_STAGES;
+constexpr bool READS_OCTETS = false; /* there are no functions of a user */
 /* O has a place of its own, which also holds its sums of 32 bits. Each warp has chunks of 16 rows. Above 128 columns
  * the place has only sums, and only those of the first registers of O. The others lie in the workspace. */
 constexpr bool O_IN_Q = false, SUMS_IN_SMEM = D_V <= 128;

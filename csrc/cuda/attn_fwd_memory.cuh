@@ -26,9 +26,9 @@ template <> struct places_of_keys<true> {
 /* TMA writes operands and wgmma reads them in the same layout. A matrix consists of chunks of CHUNK columns, whose
  * rows have ROW_BYTES. The 16-byte vectors of a row are swizzled by the row's number. Each chunk starts at a
  * multiple of 1024 bytes, the swizzle's period. */
-struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>,
-                       stage_entries<LISTED_STAGES>,
-                       places_of_keys<SINGLE_KEYS> {
+struct shared_without_pairs : loaded_values<element::BYTES, V_LOAD_STAGES>,
+                              stage_entries<LISTED_STAGES>,
+                              places_of_keys<SINGLE_KEYS> {
     alignas(1024) element q[Q_STAGES][BLOCK_Q * STORED_QK];
     alignas(1024) element k[STAGES][BLOCK_KV * STORED_QK];
     alignas(1024) element v[V_STAGES][BLOCK_KV * STORED_V];
@@ -53,6 +53,22 @@ struct shared_memory : loaded_values<element::BYTES, V_LOAD_STAGES>,
      * scheduler is not among them, because it knows the work tile. */
     u64 given[CACHE ? Q_STAGES : 1], read[CACHE ? Q_STAGES : 1];
 };
+
+/* What a score_mod reads of each pair (attn_fwd_pairs.cuh), for the 16 rows of a warp and the keys of a step. The warp
+ * has a place of its own for it, if shared memory has the room. Otherwise the place of the warp's O may be large
+ * enough. */
+struct shared_with_pairs : shared_without_pairs {
+    alignas(256) unsigned short pairs[4 * WGS][16 * BLOCK_KV];
+};
+constexpr bool MAY_HOLD_PAIRS = READS_OCTETS && BLOCK_KV % 32 == 0;
+constexpr bool PAIRS_ALONE = MAY_HOLD_PAIRS && sizeof(shared_with_pairs) <= FA_SHARED_BYTES_OF(CTAS);
+constexpr bool PAIRS_IN_O = MAY_HOLD_PAIRS && !PAIRS_ALONE && O_ELEMENTS >= BLOCK_Q * BLOCK_KV;
+constexpr bool HOLDS_PAIRS = PAIRS_ALONE || PAIRS_IN_O;
+template <bool> struct shared_memory_of : shared_without_pairs {
+    static constexpr unsigned short *pairs[4 * WGS] = {};
+};
+template <> struct shared_memory_of<true> : shared_with_pairs {};
+struct shared_memory : shared_memory_of<PAIRS_ALONE> {};
 static_assert(sizeof(shared_memory) <= FA_SHARED_BYTES_OF(CTAS), "an SM has 227 KiB for one CTA, 113 for each of two");
 
 /* One thread. Consumers wait for parity 0 of full first. The producer waits for parity 1 of empty first, which

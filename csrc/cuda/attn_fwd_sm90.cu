@@ -76,6 +76,11 @@ constexpr int CONSUMER_REGS = SINGLE_KEYS ? (CTAS == 2 ? 200 : 224)
  * work tile has begun, so the next Q needs a place of its own. Between the last S of a tile, which reads Q, and its O a
  * warpgroup's warps meet at their turn. */
 constexpr bool O_IN_Q = O_BY_TMA && TURN && D_V <= D_QK && Q_STAGES > 1 && !LONGEST_FIRST && BLOCK_KV > 64;
+#if FLEX_OCTETS
+constexpr bool READS_OCTETS = true;
+#else
+constexpr bool READS_OCTETS = false;
+#endif
 constexpr int V_STAGES = O_IN_Q ? STAGES + 1 : STAGES, V_LOAD_STAGES = V_STAGES;
 constexpr u32 V_ARRIVALS = SINGLE_KEYS ? COPYING_LANES : 1; /* as K_ARRIVALS */
 /* The distance between chunks of columns of V. */
@@ -109,6 +114,9 @@ static_assert(!DROPOUT || BLOCK_KV % 32 == 0, "dropout draws patches of 32 keys"
 #include "attn_fwd_memory.cuh"
 #include "attn_fwd_producer.cuh"
 #include "attn_fwd_softmax.cuh"
+#if FLEX
+#include "attn_fwd_pairs.cuh"
+#endif
 #include "attn_fwd_repeats.cuh"
 #include "attn_fwd_output.cuh"
 #include "attn_fwd_consumer.cuh"
@@ -161,6 +169,32 @@ struct consumer : consumer_base {
 #if FLEX
     /* The keys of the work tile's sequence. NOTE: a copy would change the machine code of kernels without a cache. */
     DEVICE const int &keys_of_mods() const { return CACHE ? len_kv : p.len_kv; }
+    DEVICE u32 pairs_of_warp() const {
+        return PAIRS_IN_O ? smem_address(smem.o + (4 * wg + warp) * 16 * STORED_V)
+                          : smem_address(smem.pairs[4 * wg + warp]);
+    }
+    DEVICE void ask_for_pairs_of(int key_tile, bool asks) const {
+        ask_for_pairs(pairs_of_warp(), p, q_head, diagonal - lane / 4, key_tile * BLOCK_KV, keys_of_mods(), asks);
+    }
+    /* Asks for what the score_mod reads of the pairs of a step. `entry` is that of the step. */
+    template <bool IS_FIRST> DEVICE void prefetch(int entry) const {
+        if (!takes_pairs<IS_FIRST>())
+            prefetch_pairs(p, q_head, key_tile_of(entry) * BLOCK_KV, diagonal - lane / 4 - (CACHE ? 0 : 16 * warp));
+        else if (IS_FIRST || !KNOWS_NEXT_TILE)
+            ask_for_pairs_of(key_tile_of(entry), true);
+    }
+    /* S becomes the scores of the user's score_mod. The elements of the next step's pairs may be asked for. */
+    template <bool IS_FIRST> DEVICE void score(float (&S)[S_REGS], int key) const {
+        if (takes_pairs<IS_FIRST>())
+            score_by_pairs(S, pairs_of_warp(), p, q_head, key, diagonal);
+        else
+            score_by_mod(S, p, q_head, key, diagonal);
+        if (IS_FIRST && PAIRS_IN_O && elect_one()) cp_async_bulk_wait_all_read(); /* O of the tile before has left. */
+        ask_for_next_pairs();
+    }
+    DEVICE void ask_for_next_pairs() const {
+        if (HOLDS_PAIRS && KNOWS_NEXT_TILE) ask_for_pairs_of(walk.next, goes_on);
+    }
     /* Finds the pairs of a key tile that do not see each other. May there be any? */
     template <bool IN_LOOPS> DEVICE bool find_hidden(hidden_pairs &hidden, int entry) const {
         const int j = key_tile_of(entry);
@@ -188,6 +222,11 @@ struct consumer : consumer_base {
         /* wait K, V and the turn; issue S = Q K^T and O += P V of the keys before */
         if (!IS_FIRST && PV_FIRST) wait_v();
         wait_k();
+#if FLEX
+        constexpr bool TAKES_PAIRS = takes_pairs<IS_FIRST>();
+        const int early_entry = TAKES_PAIRS ? entry_of(place) : 0;
+        if (TAKES_PAIRS) prefetch<IS_FIRST>(early_entry); /* Copies need no registers, so they come first. */
+#endif
         wait_turn();
         if (!IS_FIRST) pin(O), pin(P); /* All writes to O and P come before the products. */
         if (!IS_FIRST && PV_FIRST) issue_pv();
@@ -195,8 +234,8 @@ struct consumer : consumer_base {
         if (!IS_FIRST && !PV_FIRST) wait_v(), issue_pv();
         if (TURN == TURN_WHILE_ISSUING || IS_FIRST) pass_turn();
 #if FLEX
-        const int entry = entry_of(place), j = key_tile_of(entry);
-        prefetch_pairs(p, q_head, j * BLOCK_KV, diagonal - lane / 4 - (CACHE ? 0 : 16 * warp));
+        const int entry = TAKES_PAIRS ? early_entry : entry_of(place), j = key_tile_of(entry);
+        if (!TAKES_PAIRS) prefetch<IS_FIRST>(entry);
         hidden_pairs hidden;
         bool hides = false;
         constexpr bool FINDS_EARLY = FLEX_HIDDEN || !FLEX_SCORE; /* while S is on its way */
@@ -224,9 +263,17 @@ struct consumer : consumer_base {
         /* mask and row max: most steps pass by on one branch; key 0 may be far above all other keys */
         if (SCORE) change_scores(S, p, q_head, j * BLOCK_KV + column, diagonal);
 #if FLEX
-        if (FLEX_SCORE) {
-            score_by_mod(S, p, q_head, j * BLOCK_KV + column, diagonal);
+        constexpr bool ADDS = ADDS_IN_EXPONENT && !IS_FIRST; /* Most steps do without scores. */
+        if (ADDS) {
             if (!FINDS_EARLY) hides = find_hidden<false>(hidden, entry), is_rare |= hides;
+            if (!is_rare) {
+                add_in_exponent(S, pairs_of_warp(), p, q_head, softmax, scale_log2, j * BLOCK_KV + column, diagonal);
+                ask_for_next_pairs();
+            }
+        }
+        if (FLEX_SCORE && (!ADDS || is_rare)) {
+            score<IS_FIRST>(S, j * BLOCK_KV + column);
+            if (!FINDS_EARLY && !ADDS) hides = find_hidden<false>(hidden, entry), is_rare |= hides;
         }
 #if FLEX_MAX
         if (hides) hidden.hide(S), hides = false;
@@ -249,9 +296,17 @@ struct consumer : consumer_base {
             if (__any_sync(0xffffffffu, lacks_max)) walk.lacks_max_after(place);
             if (!IS_FIRST && PV_FIRST) rescale_o(alpha);
         }
+#if FLEX
+        if (ADDS && is_rare) make_exponents(S, softmax, scale_log2);
+#endif
 
         /* P = exp2; with SPLITS_SOFTMAX only of the thread's first row */
-        exponentiate_rows(S, softmax, scale_log2, true, !SPLITS_SOFTMAX || IS_FIRST);
+#if FLEX
+        if constexpr (ADDS)
+            exponentiate_sums(S, true, !SPLITS_SOFTMAX || IS_FIRST);
+        else
+#endif
+            exponentiate_rows(S, softmax, scale_log2, true, !SPLITS_SOFTMAX || IS_FIRST);
         const float limits[2] = {limit_of_p(softmax.sum[0]), limit_of_p(softmax.sum[1])};
         sum_rows(S, softmax, largest, true, !SPLITS_SOFTMAX || IS_FIRST);
 
@@ -264,8 +319,15 @@ struct consumer : consumer_base {
         }
 
         /* P = exp2 of the second row, while P of the first row is rounded */
-        if (SPLITS_SOFTMAX && !IS_FIRST)
-            exponentiate_rows(S, softmax, scale_log2, false, true), sum_rows(S, softmax, largest, false, true);
+        if (SPLITS_SOFTMAX && !IS_FIRST) {
+#if FLEX
+            if constexpr (ADDS)
+                exponentiate_sums(S, false, true);
+            else
+#endif
+                exponentiate_rows(S, softmax, scale_log2, false, true);
+            sum_rows(S, softmax, largest, false, true);
+        }
         drop_and_round_p(S, j);
 
         /* A P that weighs in its row raises the row maximum. Otherwise its rounding would show in O. */

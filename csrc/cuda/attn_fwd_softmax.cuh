@@ -409,6 +409,12 @@ DEVICE u64 exponentiate_in_loops(float (&S)[S_REGS], online_softmax &softmax, fl
 }
 #endif
 
+/* Scores become the exponents of P. */
+DEVICE void make_exponents(float (&S)[S_REGS], const online_softmax &softmax, float scale_log2) {
+#pragma unroll
+    for (int i = 0; i < S_REGS; i++) S[i] = fmaf(S[i], scale_log2, -softmax.max_log2[row_of(i)]);
+}
+
 /* S becomes P, for the rows asked for. NOTE: a loop's body has no branch that depends on i. NVRTC unrolls the branches
  * first, and decides them later. */
 DEVICE void exponentiate_rows(float (&S)[S_REGS], const online_softmax &softmax, float scale_log2, bool first_row,
@@ -425,6 +431,17 @@ DEVICE void exponentiate_rows(float (&S)[S_REGS], const online_softmax &softmax,
         }
     }
 }
+
+#if FLEX
+/* The same where S has the exponents. */
+DEVICE void exponentiate_sums(float (&S)[S_REGS], bool first_row, bool second_row) {
+#pragma unroll
+    for (int i = 0; i < S_REGS; i += 4) {
+        if (first_row) S[i] = ex2(S[i]), S[i + 1] = ex2(S[i + 1]);
+        if (second_row) S[i + 2] = ex2(S[i + 2]), S[i + 3] = ex2(S[i + 3]);
+    }
+}
+#endif
 
 /* S is P by now. This adds four keys first and keeps the largest of such sums, as the bits of a float. No P is
  * larger. */

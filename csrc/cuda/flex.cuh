@@ -80,6 +80,15 @@ struct mod_functions {
 #endif
     }
 
+    /* Where pair_bits reads: with FLEX_OCTETS the first of 8 elements in 16 aligned bytes, if j is a multiple of 8. */
+    DEVICE const unsigned short *pair_place(int i, int j) const {
+#if FLEX_OCTETS
+        return flex_pair_place(values, b_idx, head, first + i, j);
+#else
+        return nullptr;
+#endif
+    }
+
     /* Asks the L1 for what score() will read of query i and key j alone, and of the next keys in the same 32 bytes. */
     DEVICE void prefetch(int i, int j) const {
 #if FLEX_PREFETCHES
@@ -90,8 +99,13 @@ struct mod_functions {
 #if FLEX_ADDS
     DEVICE void load_head(head_values &of_head) const { flex_head_values(values, of_head.x, b_idx, head); }
 
-    /* Returns start + log2 e (score - scale q.k). The pair is one of many of a thread, and i_step and j_step are
-     * constants: the thread's first pair is that of i - i_step and j - j_step. */
+    /* 0 if query i has no score but what is added to it, else 1. `of_row` is row(i). */
+    DEVICE float score_factor(int i, float of_row) const {
+        return flex_score_factor(values, b_idx, head, first + i, of_row);
+    }
+
+    /* Returns start + log2 e (score - score_factor scale q.k). The pair is one of many of a thread, and i_step and
+     * j_step are constants: the thread's first pair is that of i - i_step and j - j_step. */
     DEVICE float exponent(const head_values &of_head, unsigned short bits, float row, float start, int i, int j,
                           int i_step, int j_step) const {
 #if FLEX_PAIR_BITS

@@ -68,6 +68,9 @@ template <class T> DEVICE T flex_load_in_pair(long long address, int row, int kv
     return flex_load_of_two((const T *)address + (row + min(kv_idx - is_second, size - 2)), is_second);
 }
 
+/* Where an element lies. */
+template <class T> DEVICE const T *flex_address(long long address, int place) { return (const T *)address + place; }
+
 /* Asks the L1 for 32 bytes with an element. */
 template <class T> DEVICE void flex_ask_for(long long address, int place) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"((const T *)address + place));

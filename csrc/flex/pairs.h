@@ -6,33 +6,22 @@
 #include "program.h"
 
 /* Is an instruction such a load? */
-static inline bool fa_flex_reads_keys(const fa_flex_program *p, const fa_flex_instruction *x) {
-    if (x->op != FA_FLEX_gather || p->captures[x->source].rank == 0) return false;
-    const int last = p->captures[x->source].rank - 1, dtype = p->captures[x->source].dtype;
-    if (p->instructions[x->operand[last]].op != FA_FLEX_kv_idx) return false;
-    for (int i = 0; i < last; i++)
-        if (p->instructions[x->operand[i]].depends & (FA_FLEX_ON_KV | FA_FLEX_ON_SCORE)) return false;
-    return dtype == FA_FLEX_OF_F16 || dtype == FA_FLEX_OF_BF16 || dtype == FA_FLEX_OF_F32;
-}
+bool fa_flex_reads_keys(const fa_flex_program *p, const fa_flex_instruction *x);
 
 /* Are there such loads, and do all of them find two elements in one aligned place, for all keys up to len_kv? */
-static inline bool fa_flex_has_pairs(const fa_flex_bound *bound, int64_t len_kv) {
-    const fa_flex_program *p = bound->program;
-    bool has_pairs = false;
-    for (int32_t i = 0; i < p->num_instructions; i++) {
-        const fa_flex_instruction *x = &p->instructions[i];
-        if (!fa_flex_reads_keys(p, x)) continue;
-        const fa_flex_capture *c = &bound->captures[x->source];
-        const int last = p->captures[x->source].rank - 1;
-        const uintptr_t bytes = p->captures[x->source].dtype == FA_FLEX_OF_F32 ? 8 : 4;
-        if (!c->data || (uintptr_t)c->data % bytes || c->stride[last] != 1 || c->size[last] % 2 ||
-            c->size[last] < len_kv)
-            return false;
-        for (int dim = 0; dim < last; dim++)
-            if (c->size[dim] > 1 && c->stride[dim] % 2) return false;
-        has_pairs = true;
-    }
-    return has_pairs;
-}
+bool fa_flex_has_pairs(const fa_flex_bound *bound, int64_t len_kv);
+
+/* The number of loads at [.., q_idx, .., kv_idx], and the last of them. Their other indices are those of the head, or
+ * numbers. p may be NULL. */
+int fa_count_pair_loads(const fa_flex_program *p, int32_t *last);
+
+/* The only such load, if its elements have 16 bits. Beside it, the only load at [.., q_idx, ..] alone, if that is of
+ * fp32. Negative: there is none, or there are several. p may be NULL. */
+int32_t fa_pair_of_bits(const fa_flex_program *p);
+int32_t fa_row_beside_pair(const fa_flex_program *p);
+
+/* Does fa_pair_of_bits find a load, and are the elements of keys 8 n to 8 n + 7 16 aligned bytes, for all keys up to
+ * len_kv? */
+bool fa_flex_has_octets(const fa_flex_bound *bound, int64_t len_kv);
 
 #endif

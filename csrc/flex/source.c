@@ -88,13 +88,16 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
                          fa_flex_text of, char **out, fa_error *err) {
     enum { MANY = 100 };
     const size_t words = fa_flex_values_bytes(score, mask, derivative) / sizeof(int64_t);
+    int32_t last_pair;
     const int32_t of_score = fa_flex_program_words(score), of_mask = fa_flex_program_words(mask);
     fa_flex_trait *traits = derivative ? fa_flex_traits(derivative) : NULL, *of_adder = NULL;
     fa_text t = {0};
     *out = NULL;
     if (derivative && !traits) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     const bool has_factors = derivative && has_factor(derivative, traits);
-    const bool adds = score && derivative && !has_factors && fa_is_sum_with_score(score);
+    /* A backward that clears scores is faster in two passes: scores, then exponents (cuda/measurements/backward.md). */
+    const bool wants_exponent = derivative ? !has_factors && !fa_clears_scores(score) : of.has_exponent;
+    const bool adds = score && wants_exponent && fa_is_sum_with_score(score);
     if (adds && !(of_adder = fa_flex_traits(score))) {
         free(traits);
         return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
@@ -105,11 +108,11 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
            "#define FLEX_FACTOR     %d\n#define FLEX_PARTS      %d\n#define FLEX_HIDDEN     %d\n"
            "#define FLEX_MAX        %d\n#define FLEX_BLOCKS     %d\n#define FLEX_ADDS       %d\n"
            "#define FLEX_LONG_MASK  %d\n#define FLEX_PREFETCHES %d\n"
-           "#define FLEX_PAIR_BITS  %d\n#define FLEX_ROW        %d\n\n",
+           "#define FLEX_PAIR_BITS  %d\n#define FLEX_ROW        %d\n#define FLEX_OCTETS     %d\n\n",
            score != NULL, mask != NULL, derivative != NULL, has_factors, fa_num_parts(derivative), of.has_hidden,
            of.has_max, !of.no_blocks, adds, mask && mask->num_instructions > MANY,
-           !of.is_wide && fa_count_pair_loads(score) > 0, !of.is_wide && fa_pair_of_bits(score) >= 0,
-           !of.is_wide && fa_row_beside_pair(score) >= 0);
+           !of.is_wide && fa_count_pair_loads(score, &last_pair) > 0, !of.is_wide && fa_pair_of_bits(score) >= 0,
+           !of.is_wide && fa_row_beside_pair(score) >= 0, of.has_octets);
     fa_put(&t, "struct flex_values {\n    long long words[%zu];\n};\n\n", words);
     fa_status status = put_program(&t, score, SCORE, 0, of, of_adder, err);
     if (status == FA_OK) status = put_program(&t, mask, MASK, of_score, of, NULL, err);

@@ -11,6 +11,7 @@
  *   FLEX_BLOCKS                               macro: 0 if no_blocks
  *   FLEX_ADDS                                 macro: 1 if there is flex_exponent
  *   FLEX_PREFETCHES, FLEX_PAIR_BITS, FLEX_ROW macros: 1 if there is flex_prefetch, flex_pair_bits, flex_row
+ *   FLEX_OCTETS                               macro: has_octets
  *   FLEX_SUMS                                 macro: the number of members of flex_sums
  *
  *   struct flex_values { long long words[...]; };    captures and parameters; a kernel parameter of plain words
@@ -35,15 +36,17 @@
  *   template <int PART> DEVICE auto flex_place_of(const flex_values &x, int b, int h, int q_idx, int kv_idx);
  *   template <int PART, class T> DEVICE void flex_add_part(const flex_values &x, T place, float value);
  *
- * With FLEX_ADDS, for the backward of a score_mod that is the score plus something of the indices, and whose derivative
- * is `grad` itself:
+ * With FLEX_ADDS, of a score_mod that is the score plus something of the indices, and whose derivative is `grad`
+ * itself. Some rows may have a score of 0 in place of the score:
  *
  *   FLEX_HEAD_VALUES    macro: the number of floats that are loaded once for all pairs of a head
- *   FLEX_IS_FINITE      macro: 1 if the sum is finite where the floats of the head are
+ *   FLEX_IS_FINITE      macro: 1 if the sum is finite where the floats of the head are, and all rows have a score
  *   DEVICE void flex_head_values(const flex_values &x, float *values, int b, int h);    loads them
  *   DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, int q_idx,
  *                              int kv_idx, int q_step, int kv_step[, unsigned short bits, float row]);
  *                              start + log2 e times what the score_mod adds; with FLEX_PAIR_BITS from both
+ *   DEVICE float flex_score_factor(const flex_values &x, int b, int h, int q_idx, float row);
+ *                              0 if the row has no score, else 1; row: of flex_row, if there is one
  *
  * A thread calls flex_exponent for many pairs, at steps of constants from one pair at (q_idx - q_step, kv_idx -
  * kv_step). Integers that are linear in the indices become floats once for all of these pairs.
@@ -53,6 +56,8 @@
  *   DEVICE unsigned short flex_pair_bits(const flex_values &x, int b, int h, int q_idx, int kv_idx);    reads it
  *   DEVICE float flex_row(const flex_values &x, int b, int h, int q_idx);    with FLEX_ROW: reads the only float that
  *                                                                            the score_mod reads of a query alone
+ *   DEVICE const unsigned short *flex_pair_place(const flex_values &x, int b, int h, int q_idx, int kv_idx);
+ *                                                                            where flex_pair_bits reads
  *   DEVICE float flex_score_of(const flex_values &x, unsigned short bits, float row, float score, int b, int h,
  *                              int q_idx, int kv_idx);    the score, from both
  *
@@ -78,11 +83,13 @@
 
 /* What a text of the same programs may be. */
 typedef struct {
-    bool is_wide;    /* wide.h */
-    bool has_hidden; /* other kernels have looked at the mask before */
-    bool has_max;    /* the kernel stores the largest score of each row */
-    bool no_blocks;  /* Hopper's kernel knows no block mask */
-    bool has_pairs;  /* pairs.h; never with is_wide */
+    bool is_wide;      /* wide.h */
+    bool has_hidden;   /* other kernels have looked at the mask before */
+    bool has_max;      /* the kernel stores the largest score of each row */
+    bool no_blocks;    /* Hopper's kernel knows no block mask */
+    bool has_pairs;    /* pairs.h; never with is_wide */
+    bool has_octets;   /* pairs.h, vectors of 8 keys; never with is_wide */
+    bool has_exponent; /* the forward takes flex_exponent, if there is one */
 } fa_flex_text;
 
 /* A program that does not exist is NULL. The same programs give the same text. *text ends with 0 and belongs to the

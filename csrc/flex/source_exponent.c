@@ -29,11 +29,44 @@ static bool take_term(const fa_flex_program *p, sum_walk *walk) {
     return true;
 }
 
-bool fa_is_sum_with_score(const fa_flex_program *p) {
+static bool is_score(const fa_flex_program *p, int32_t idx) {
+    const fa_flex_instruction *x = &p->instructions[idx];
+    if (fa_is_op(x, FA_FLEX_where) && x->operand[1] == x->operand[2]) /* detached */
+        return is_score(p, x->operand[1]);
+    return fa_is_op(x, FA_FLEX_score) && x->result == FA_FLEX_F32;
+}
+
+static bool is_zero(const fa_flex_program *p, int32_t idx) {
+    const fa_flex_instruction *x = &p->instructions[idx];
+    while (fa_is_op(x, FA_FLEX_convert)) x = &p->instructions[x->operand[0]];
+    return fa_is_op(x, FA_FLEX_constant) && (x->result == FA_FLEX_F32 || x->result == FA_FLEX_F64) && x->number.d == 0;
+}
+
+/* The condition of `score + where(condition, -score, 0)`, which a row chooses: then its score is 0. -1: idx is not
+ * this. */
+static int32_t clearing_condition(const fa_flex_program *p, int32_t idx) {
+    const fa_flex_instruction *x = &p->instructions[idx];
+    if (!fa_is_op(x, FA_FLEX_add) || x->result != FA_FLEX_F32 || !is_score(p, x->operand[0])) return -1;
+    const fa_flex_instruction *where = &p->instructions[x->operand[1]];
+    if (!fa_is_op(where, FA_FLEX_where) || !is_zero(p, where->operand[2])) return -1;
+    const fa_flex_instruction *negative = &p->instructions[where->operand[1]];
+    const bool is_of_row = !(p->instructions[where->operand[0]].depends & (FA_FLEX_ON_KV | FA_FLEX_ON_SCORE));
+    const bool clears = fa_is_op(negative, FA_FLEX_neg) && is_score(p, negative->operand[0]);
+    return is_of_row && clears ? where->operand[0] : -1;
+}
+
+/* The score to which terms are added, or -1. */
+static int32_t score_below_terms(const fa_flex_program *p) {
     sum_walk walk = {p->num_instructions - 1, 0, false};
     while (take_term(p, &walk)) continue;
-    const fa_flex_instruction *x = &p->instructions[walk.idx];
-    return fa_is_op(x, FA_FLEX_score) && x->result == FA_FLEX_F32;
+    return is_score(p, walk.idx) || clearing_condition(p, walk.idx) >= 0 ? walk.idx : -1;
+}
+
+bool fa_is_sum_with_score(const fa_flex_program *p) { return score_below_terms(p) >= 0; }
+
+bool fa_clears_scores(const fa_flex_program *p) {
+    const int32_t score = p ? score_below_terms(p) : -1;
+    return score >= 0 && clearing_condition(p, score) >= 0;
 }
 
 /* A term as a product of two values. NOTE: the factor of a head comes first, and is multiplied by log2 e. So log2 e
@@ -127,14 +160,31 @@ static bool is_finite(const fa_flex_program *p, const uint8_t *is_needed) {
     return true;
 }
 
-/* Writes flex_head_values and flex_exponent of such a score_mod. The arrays have a flag for each instruction. */
+/* Writes flex_score_factor. */
+static void put_score_factor(const fa_writer *w, uint8_t *is_needed) {
+    const int32_t condition = clearing_condition(w->p, score_below_terms(w->p));
+    fa_put(w->t, "DEVICE float flex_score_factor(const flex_values &x, int b, int h, int q_idx, float row) {\n");
+    if (condition >= 0) {
+        memset(is_needed, 0, (size_t)w->p->num_instructions);
+        is_needed[condition] = 1;
+        fa_mark_operands(w->p, is_needed);
+        fa_put_needed(w, is_needed);
+        fa_put(w->t, "    return v%d ? 0.0f : 1.0f;\n}\n\n", condition);
+    } else {
+        fa_put(w->t, "    return 1.0f;\n}\n\n");
+    }
+}
+
+/* Writes flex_head_values, flex_score_factor and flex_exponent of such a score_mod. The arrays have a flag for each
+ * instruction. */
 void fa_put_exponent(const fa_writer *w, uint8_t *is_needed, uint8_t *is_value) {
     const fa_flex_program *p = w->p;
     const int32_t num = p->num_instructions;
     fa_put(w->t, "#define FLEX_HEAD_VALUES %d\n", mark_head_values(p, is_value, is_needed));
     mark_terms(p, is_needed);
     mark_pairs(p, is_needed, is_value);
-    fa_put(w->t, "#define FLEX_IS_FINITE   %d\n\n", is_finite(p, is_needed));
+    /* A hidden pair's score is -inf, and 0 in place of that would be NaN. */
+    fa_put(w->t, "#define FLEX_IS_FINITE   %d\n\n", !fa_clears_scores(p) && is_finite(p, is_needed));
     for (int32_t idx = 0; idx < num; idx++) is_value[idx] &= is_needed[idx];
     memcpy(is_needed, is_value, (size_t)num);
     fa_mark_operands(p, is_needed);
@@ -143,8 +193,9 @@ void fa_put_exponent(const fa_writer *w, uint8_t *is_needed, uint8_t *is_value) 
     int place = 0;
     for (int32_t idx = 0; idx < num; idx++)
         if (is_value[idx]) fa_put(w->t, "    values[%d] = v%d;\n", place++, idx);
+    fa_put(w->t, "}\n\n");
+    put_score_factor(w, is_needed);
     fa_put(w->t,
-           "}\n\n"
            "DEVICE float flex_exponent(const flex_values &x, const float *values, float start, int b, int h, "
            "int q_idx, int kv_idx, int q_step, int kv_step%s) {\n",
            w->given_bits >= 0 ? ", unsigned short bits, float row" : "");

@@ -79,6 +79,8 @@ fa_mods fa_mods_of(const fa_problem *p, const fa_plan *plan) {
     mods.text.no_blocks = has_functions && flex->block_q == 0 && plan && fa_families[plan->gpu.family].arch == 90;
     mods.text.has_pairs = plan && plan->gpu.family == FA_FWD_SM90 && !mods.text.is_wide && flex->score &&
                           fa_flex_has_pairs(flex->score, p->len_kv);
+    mods.text.has_octets = mods.text.has_pairs && fa_flex_has_octets(flex->score, p->len_kv);
+    mods.text.has_exponent = plan && plan->gpu.family == FA_FWD_SM90 && flex->score && !has_max;
     return mods;
 }
 
@@ -87,7 +89,8 @@ uint64_t fa_mods_hash(const fa_mods *mods) {
     const fa_flex_text text = mods->text;
     uint64_t hashes[4] = {0, 0, 0,
                           text.is_wide + 2 * text.has_hidden + 4 * text.has_max + 8 * text.no_blocks +
-                              16 * (uint64_t)text.has_pairs};
+                              16 * (uint64_t)text.has_pairs + 32 * (uint64_t)text.has_octets +
+                              64 * (uint64_t)text.has_exponent};
     bool has_mods = text.has_hidden || text.has_max;
     for (int i = 0; i < 3; i++)
         if (programs[i]) hashes[i] = programs[i]->hash, has_mods = true;

@@ -394,8 +394,8 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", FWD_FILES, SM90_FILES, FLEX_FILES, "cuda_problem.h",
-                                    "sinks_params.h"),
+                     .files = FILES("attn_fwd_sm90.cu", "attn_fwd_pairs.cuh", FWD_FILES, SM90_FILES, FLEX_FILES,
+                                    "cuda_problem.h", "sinks_params.h"),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_WHOLE_KEYS | FA_FLEX | FA_IN_BF16,

@@ -257,7 +257,8 @@ static PyObject *flex_source(PyObject *self, PyObject *args) {
         for (int i = 0; i < 3; i++) is_wide |= bounds[i] && fa_flex_is_wide(bounds[i], 0);
         const size_t bytes = fa_flex_values_bytes(p[0], p[1], p[2]);
         fa_status status = v[2] ? fa_flex_read_gradients(v[2], tensors, gradients, &err) : FA_OK;
-        if (status == FA_OK) status = fa_flex_source(p[0], p[1], p[2], (fa_flex_text){.is_wide = is_wide}, &text, &err);
+        const fa_flex_text of = {.is_wide = is_wide, .has_exponent = true};
+        if (status == FA_OK) status = fa_flex_source(p[0], p[1], p[2], of, &text, &err);
         values = malloc(bytes);
         if (status == FA_OK && !values) status = fa_fail(&err, FA_ENOMEM, "no memory for the values of a program");
         if (status == FA_OK) {

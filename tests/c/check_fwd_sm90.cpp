@@ -133,16 +133,17 @@ struct flex_tensors {
         for (int i = 0; i < x.h * rows; i++) {
             const bool is_empty = random_bits() % 4 == 0;
             for (int j = 0; j < columns; j++)
-                kinds.push_back(is_empty || random_bits() % 4 >= chance ? EMPTY_BLOCK
-                                : random_bits() % 2                     ? PARTIAL_BLOCK
-                                                                        : FULL_BLOCK);
+                kinds.push_back(!FLEX_BLOCKS                              ? PARTIAL_BLOCK
+                                : is_empty || random_bits() % 4 >= chance ? EMPTY_BLOCK
+                                : random_bits() % 2                       ? PARTIAL_BLOCK
+                                                                          : FULL_BLOCK);
         }
         for (int head = 0; head < x.h; head++) make_lists(head, p.len_q, p.len_kv);
         largest.assign((size_t)(p.b * x.h * p.len_q), 12345);
         for (size_t i = 0; i < largest.size(); i++) shifts.push_back((float)(random_bits() % 5) - 2);
         p.flex.kinds = kinds.data(), p.flex.mask_b = 1, p.flex.mask_h = x.h, p.flex.rows = rows;
         p.flex.columns = columns, p.flex.block_q = p.flex.block_kv = 128;
-        p.flex.walks = walks.data(), p.flex.order = order.data();
+        if (FLEX_BLOCKS) p.flex.walks = walks.data(), p.flex.order = order.data();
         p.flex.max_scores = {largest.data(), x.h * p.len_q, p.len_q};
         if (x.has_sinks) p.sinks.shift = {shifts.data(), x.h * p.len_q, p.len_q, 1};
     }
@@ -397,7 +398,7 @@ static void check(const problem &given) {
 #endif
                 const row_of_o right = row_of(scores, keys, factors, all_v, head_kv, sink, p.empty_lse);
 #if FLEX && !CACHE
-                all.add_largest(right.largest, flex.largest[(size_t)place]);
+                if (FLEX_MAX) all.add_largest(right.largest, flex.largest[(size_t)place]);
 #endif
                 const double lse_of_row = wants_lse ? p.lse[VARLEN ? head * total_q + row : place] : right.lse;
                 all.add(right, o, row, head, lse_of_row);

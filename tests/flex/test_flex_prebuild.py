@@ -3,6 +3,7 @@
 A library that is no compiler takes NVRTC's place. It keeps the texts and options that it gets, and may fail.
 """
 
+import math
 import os
 import re
 import shutil
@@ -90,6 +91,42 @@ def test_prefills_with_places_have_no_lists(places):
     given = {name: torch.zeros(1, dtype=torch.int32, device="meta") for name in places}
     names = names_of(flex_attention, *qkv(grad=False, length=4096), alibi, mask_mod=documents, **given)
     assert names == ["attn_fwd_sm90_bf16_d128_q128kv128_cache_flex_#"]
+
+
+def laid(*shape, offset=0, padding=0, dtype=torch.bfloat16, device="cpu"):
+    """A tensor that begins at an element of its memory, and whose rows lie further apart than they are long."""
+    *leading, columns = shape
+    rows = torch.empty(offset + math.prod(leading) * (columns + padding), dtype=dtype, device=device)[offset:]
+    return rows.view(*leading, columns + padding)[..., :columns]
+
+
+LAID_IN_EIGHTS = {
+    "meta": (laid(8, 424, 424, device="meta"), True),
+    "eight elements on": (laid(8, 424, 424, offset=8), True),
+    "two elements on": (laid(8, 424, 424, offset=2), False),
+    "one element on": (laid(8, 424, 424, offset=1), False),
+    "padded by eight": (laid(8, 424, 424, padding=8), True),
+    "padded by six": (laid(8, 424, 424, padding=6), False),
+    "expanded": (laid(1, 424, 424).expand(8, -1, -1), True),
+    "fewer rows": (laid(8, 300, 424), True),
+    "fewer keys": (laid(8, 424, 416), False),
+    "more keys": (laid(8, 424, 432), True),
+    "keys to 426": (laid(8, 424, 426), False),
+    "transposed": (laid(8, 424, 424).mT, False),
+    "fp32": (laid(8, 424, 424, dtype=torch.float32), False),
+}
+
+
+@pytest.mark.parametrize("name", LAID_IN_EIGHTS)
+def test_biases_that_lie_in_vectors_of_eight_keys(name):
+    """Hopper's forward copies their elements in 16 bytes. It has another text for them."""
+    bias, are_eights = LAID_IN_EIGHTS[name]
+
+    def key_of(bias):
+        kernels = kernels_of(flex_attention, *qkv(grad=False, length=424), lambda s, b, h, i, j: s + bias[h, i, j])
+        return [kernel.key for kernel in kernels if "_fwd_" in kernel.name]
+
+    assert (key_of(bias) == key_of(laid(8, 424, 424))) == are_eights
 
 
 def test_other_gpus_have_the_generic_kernels():
@@ -742,7 +779,7 @@ def test_kernels_are_compiled_into_the_cache(build, monkeypatch):
         assert kernel.name.encode() in (texts / "cubin").read_bytes()
 
 
-LOG = """flex_mods.cuh(22): error: identifier "lost" is undefined
+LOG = """flex_mods.cuh(23): error: identifier "lost" is undefined
       const float v5 = lost(v0);
                        ^
 
@@ -755,7 +792,7 @@ def test_a_kernel_with_mods_that_does_not_compile(build):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     first, *rest = done.stderr.splitlines()
     kernel = r"attn_fwd_any_fp32_d64_q128kv64_of3_flex_\w{16}"
-    words = r'flex_mods.cuh\(22\): error: identifier "lost" is undefined, in the line: const '
+    words = r'flex_mods.cuh\(23\): error: identifier "lost" is undefined, in the line: const '
     assert re.match(f"flash_attn: NVRTC 99.1 does not compile {kernel}: {words}", first)
     assert first.endswith(("csrc/cuda)", "flash_attn/cuda)"))
     module = build.folder / "kernels.py"

@@ -1,4 +1,4 @@
-"""Biases of each query and key, which Hopper's kernels load in pairs, or before the scores are there."""
+"""Biases of each query and key, which Hopper's kernels load in pairs, in eights, or before the scores are there."""
 
 import re
 
@@ -14,7 +14,9 @@ DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")),
 ]
-SIZES = {"even": (300, 422), "odd": (299, 421), "square": (256, 256), "short": (70, 300)}
+SIZES = {
+    "even": (300, 422), "odd": (299, 421), "square": (256, 256), "short": (70, 300), "eights": (300, 1000)
+}  # fmt: skip
 
 
 def draw(h, h_kv, len_q, len_kv, d, device, dtype=torch.bfloat16):
@@ -29,7 +31,7 @@ def laid(values, layout):
     if layout == "shifted":  # begins between two pairs
         return torch.cat([values.new_zeros(1), values.flatten()])[1:].view_as(values)
     if layout == "padded":
-        wide = values.new_full((*shape, rows, columns + columns % 2 + 6), float("nan"))
+        wide = values.new_full((*shape, rows, columns + columns % 2 + (8 if columns % 8 == 0 else 6)), float("nan"))
         wide[..., :columns] = values
         return wide[..., :columns]
     if layout == "transposed":
@@ -53,7 +55,7 @@ def verify(out, leaves, bias, exact_bias, score_mod=None, mask=None):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("d", [64, 128, 192])
+@pytest.mark.parametrize("d", [64, 80, 96, 128, 160, 192, 256])
 @pytest.mark.parametrize("layout", ["dense", "shifted", "padded", "transposed"])
 @pytest.mark.parametrize("sizes", list(SIZES))
 def test_layouts(sizes, layout, d, device):
@@ -79,7 +81,7 @@ def test_other_dtypes_of_biases(bias_dtype, device):
 @pytest.mark.parametrize("low", [-2000.0, -1e9, torch.finfo(torch.bfloat16).min])
 def test_rows_of_low_biases(low, d, device):
     """Their largest bias is subtracted, and rows are told apart: every third row has low biases."""
-    len_q, len_kv = 260, 300
+    len_q, len_kv = 260, 304
     leaves = draw(2, 2, len_q, len_kv, d, device)
     values = torch.randn(1, 1, len_q, len_kv, generator=torch.Generator().manual_seed(1)).bfloat16()
     values[:, :, ::3] = low
@@ -97,9 +99,11 @@ def test_rows_of_low_biases(low, d, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 5.0}, {"window_size": (60, 30)}])
-def test_beside_other_options(options, device):
-    len_q, len_kv = 270, 340
-    leaves = draw(2, 2, len_q, len_kv, 64, device)
+@pytest.mark.parametrize("len_kv", [340, 600])
+@pytest.mark.parametrize("d", [64, 128])
+def test_beside_other_options(d, len_kv, options, device):
+    len_q = 270
+    leaves = draw(2, 2, len_q, len_kv, d, device)
     values = torch.randn(1, 2, len_q, len_kv, generator=torch.Generator().manual_seed(1)).bfloat16()
     out = flash_attn_func(*(x.transpose(1, 2) for x in leaves), attn_bias=values.to(device), **options).transpose(1, 2)
     wide, cap = values.double(), options.get("softcap")
@@ -127,6 +131,18 @@ def test_the_gradient_of_a_bias(d, device):
     wants = torch.autograd.grad(scores.softmax(-1) @ exact[2], exact, dout.cpu().double())
     for has, wanted in zip(found, wants, strict=True):
         assert (has.cpu().double() - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("len_kv", [296, 301])
+def test_a_table_may_have_more_keys_and_fewer_queries(len_kv, d, device):
+    leaves = draw(2, 2, 150, len_kv, d, device)
+    table = torch.randn(140, 320, generator=torch.Generator().manual_seed(1)).bfloat16()
+    table[:, len_kv:] = float("nan")
+    on_device = table.to(device)
+    out = flex_attention(*leaves, lambda s, b, h, i, j: s + on_device[i, j])
+    verify(out, leaves, None, table[torch.arange(150).clamp(max=139)][:, :len_kv][None, None])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -299,6 +299,50 @@ def test_sums_in_exponents(tmp_path):
         close(out.double(), 0.5 + want.double() / math.log(2), name, rtol=1e-6, atol=1e-6)
 
 
+BIAS, SHIFT = torch.randn(SHAPE[2], SHAPE[3]).bfloat16(), torch.linspace(-3, 1, SHAPE[2])
+CLEARERS = {
+    "of_captures": lambda s, b, h, q, k: s + torch.where(SHIFT[q] < -1, -s.detach(), 0.0) + (BIAS[q, k] - SHIFT[q]),
+    "of_indices": lambda s, b, h, q, k: s + torch.where((q + h) % 3 == 0, -s, 0.0) + 0.1 * (k - q),
+    "alone": lambda s, b, h, q, k: s + torch.where(q > 2, -s.detach(), 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLEARERS)
+def test_sums_that_clear_the_scores_of_rows(name, tmp_path):
+    """The factor of the score and the exponent's sum, against the score_mod elementwise. A backward has neither."""
+    mod, score = CLEARERS[name], torch.randn(SHAPE) * 4
+    made = flash_attn_2_cuda.flex_source(part(mod, torch.float32), None, None)
+    assert "#define FLEX_ADDS       1\n" in made[0] and "#define FLEX_IS_FINITE   0\n" in made[0]
+    has_bits = name == "of_captures"
+    row, bits = ("flex_row(*x, b, h, q)", ", flex_pair_bits(*x, b, h, q, k)") if has_bits else ("0", "")
+    given = f"{bits}, {row}" if has_bits else ""
+    value = (
+        f"flex_exponent(*x, values, score[i] * LOG2E * flex_score_factor(*x, b, h, q, {row}), b, h, q, k, 0, 0{given})"
+    )
+    begin = "const float LOG2E = 1.44269504f; float values[4]; flex_head_values(*x, values, b, h);"
+    out = run(made, tmp_path, torch.empty(SHAPE), score, begin=begin, value=value)
+    close(out.double(), evaluated(mod, SHAPE, score).double() / math.log(2), name, rtol=1e-5, atol=1e-5)
+    assert "#define FLEX_ADDS       0\n" in source_of_gradients(mod)[0]
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda s, b, h, q, k: s + torch.where(k > 2, -s, 0.0) + q,  # of keys
+        lambda s, b, h, q, k: s + torch.where(s > 2, -s, 0.0) + q,
+        lambda s, b, h, q, k: s + torch.where(q > 2, -s, 1.0) + q,
+        lambda s, b, h, q, k: s + torch.where(q > 2, 0.0, -s) + q,
+        lambda s, b, h, q, k: s + torch.where(q > 2, -2 * s, 0.0) + q,
+        lambda s, b, h, q, k: (s + k) + torch.where(q > 2, -s, 0.0),  # k stays
+        lambda s, b, h, q, k: s - torch.where(q > 2, -s, 0.0) + q,
+        lambda s, b, h, q, k: 2 * s + torch.where(q > 2, -s, 0.0) + q,
+    ],
+)
+def test_other_choices_clear_no_scores(mod):
+    text, _ = flash_attn_2_cuda.flex_source(part(mod, torch.float32), None, None)
+    assert "#define FLEX_ADDS       0\n" in text
+
+
 @pytest.mark.parametrize(
     "mod",
     [

@@ -118,18 +118,32 @@ MODS = """
 #define FLEX_PARTS 0
 #define FLEX_HIDDEN 0
 #define FLEX_LONG_MASK 0
+#ifndef FLEX_PREFETCHES
 #define FLEX_PREFETCHES 1
+#endif
 #define FLEX_PAIR_BITS HAS_PAIRS
 #define FLEX_ROW HAS_PAIRS
+#ifndef FLEX_OCTETS
+#define FLEX_OCTETS 0
+#endif
 #define FLEX_ADDS (!FLEX_FACTOR)
 #define FLEX_HEAD_VALUES FLEX_ADDS
 struct flex_values { long long words[1]; };
 struct flex_sums {};
 #define INDICES int b, int h, int i, int j
 DEVICE float flex_factor(int i, int j) { return FLEX_FACTOR ? (float)((i + j) % 7 - 3) : 1; }
+DEVICE float flex_score_factor(const flex_values &, int b, int h, int i, float row) {
+    if (HAS_PAIRS && row != (float)i) return NAN;
+#ifdef BLOCK_Q /* the backward */
+    return 1;
+#else
+    return FLEX_ADDS && i % 13 == 5 ? 0 : 1;
+#endif
+}
 static enum { OF_PLACES, OF_MASKS, OF_SLOPES, OF_KEYS } added_scores;
 DEVICE float flex_score(const flex_values &, float x, INDICES, int j_step = -1) {
     if (j_step >= 0 && j_step % 2 != j % 2) return NAN;
+    x *= flex_score_factor({}, b, h, i, (float)i);
     if (added_scores == OF_MASKS) return x + (i / 150 == j / 150 && i >= 64 ? 0 : h % 2 ? -1e4f : -3e38f);
     if (added_scores == OF_SLOPES) return x - (h % 2 ? 0.7f : 2.0f) * fabsf((float)(i - j));
     if (added_scores == OF_KEYS) return x + (h % 2 ? 0.5f : 0.7f) * (float)(700 - j);
@@ -141,13 +155,28 @@ DEVICE void flex_prefetch(const flex_values &, INDICES) {
 DEVICE unsigned short flex_pair_bits(const flex_values &, INDICES) {
     return (unsigned short)(i * 131 + j * 7 + h * 3 + b);
 }
+/* 8 keys from each place. */
+DEVICE const unsigned short *flex_pair_place(const flex_values &x, INDICES) {
+    alignas(16) static unsigned short octets[1 << 16][8];
+    static bool is_filled = false;
+    for (int n = 0; !is_filled && n < 8 << 16; n++) octets[n / 8][n % 8] = (unsigned short)(n / 8 + n % 8 * 7);
+    is_filled = true;
+    if (j % 8 || j < 0) abort();
+    return octets[flex_pair_bits(x, b, h, i, j)];
+}
 DEVICE float flex_row(const flex_values &, int b, int h, int i) { return (float)i; } /* lanes are told apart by this */
 DEVICE float flex_score_of(const flex_values &x, unsigned short bits, float row, float score, INDICES) {
     if (bits != flex_pair_bits(x, b, h, i, j) || row != (float)i) return NAN;
     return flex_score(x, score, b, h, i, j);
 }
 DEVICE void flex_head_values(const flex_values &, float *values, int b, int h) { values[0] = (float)(h + b); }
+DEVICE bool is_pair_of_thread(int i, int j, int i_step, int j_step) {
 #ifdef BLOCK_Q /* the backward */
+    return (i - i_step) % 2 == 0 && i_step < BLOCK_Q && (j - j_step) % 16 < 8;
+#else
+    return i_step >= 0 && i_step < 16 && i_step % 8 == 0 && (j - j_step) % 2 == 0 && j_step < BLOCK_KV;
+#endif
+}
 DEVICE float flex_exponent(const flex_values &x, const float *values, float start, INDICES, int i_step, int j_step
 #if HAS_PAIRS
                            , unsigned short bits, float row) {
@@ -155,11 +184,9 @@ DEVICE float flex_exponent(const flex_values &x, const float *values, float star
 #else
                            ) {
 #endif
-    const bool is_of_thread = (i - i_step) % 2 == 0 && i_step < BLOCK_Q && (j - j_step) % 16 < 8;
-    if (!is_of_thread || values[0] != (float)(h + b)) return NAN;
+    if (!is_pair_of_thread(i, j, i_step, j_step) || values[0] != (float)(h + b)) return NAN;
     return start + 1.44269504f * flex_score(x, 0, b, h, i, j);
 }
-#endif
 DEVICE bool flex_mask(const flex_values &, INDICES) {
     return (i * 7 + j * 3 + h + b) % 5 != 0 && !(HIDES_ROWS && i % 11 == 3);
 }
@@ -270,10 +297,19 @@ def test_rows_of_the_emulated_forward_in_8_bits(row, tmp_path):
     assert "all rows are right" in emulated_on_hopper("check_fwd_fp8", f"attn_fwd_fp8_sm90_e4m3_{row}", tmp_path)
 
 
-@pytest.mark.parametrize("row", ["bf16_d128_q128kv128", "bf16_d64_q128kv128_dropout"])
-def test_rows_of_the_emulated_forward_with_mods_on_hopper(row, tmp_path):
+# Elements of pairs come to a place of their own, to that of O, or from memory.
+# A score_mod that is a sum goes to the exponents.
+EMULATED_MODS = [
+    ("bf16_d128_q128kv128", 1, 1, 0), ("bf16_d64_q128kv128_dropout", 1, 1, 1), ("bf16_d128_q128kv128", 1, 0, 1),
+    ("bf16_d64_q128kv128_dropout", 0, 1, 0), ("bf16_d192_q128kv96", 1, 0, 1), ("bf16_d96_q128kv128", 0, 0, 1)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, octets, blocks, is_sum", share_of(EMULATED_MODS, 2))
+def test_rows_of_the_emulated_forward_with_mods_on_hopper(row, octets, blocks, is_sum, tmp_path):
     (tmp_path / "flex_mods.cuh").write_text(MODS)
-    mods = ["-DFLEX=1", "-DFLEX_FACTOR=1", "-DFLEX_MAX=1", "-DHAS_PAIRS=1"]
+    mods = ["-DFLEX=1", f"-DFLEX_FACTOR={1 - is_sum}", f"-DFLEX_MAX={1 - is_sum}", "-DHAS_PAIRS=1"]
+    mods += [f"-DFLEX_OCTETS={octets}", f"-DFLEX_BLOCKS={blocks}", f"-DFLEX_PREFETCHES={octets}"]
     assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path, *mods)
 
 
@@ -287,6 +323,8 @@ EMULATED_WITH_MODS = [
 @pytest.mark.parametrize("row, has_score", share_of(EMULATED_WITH_MODS, 2))
 def test_rows_of_the_emulated_forward_with_mods_over_caches(row, has_score, tmp_path):
     (tmp_path / "flex_mods.cuh").write_text(MODS)
-    mods = ["-DFLEX=1", "-DFLEX_FACTOR=1", "-DFLEX_MAX=0", "-DHAS_PAIRS=1", "-DFLEX_BLOCKS=0", "-DHIDES_ROWS=1"]
+    is_sum = "bf16" in row
+    mods = ["-DFLEX=1", f"-DFLEX_FACTOR={1 - is_sum}", "-DFLEX_MAX=0", "-DHAS_PAIRS=1", "-DFLEX_BLOCKS=0"]
+    mods += ["-DFLEX_OCTETS=1", "-DHIDES_ROWS=1"]
     mods.append(f"-DFLEX_SCORE={has_score}")
     assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path, *mods)
