@@ -181,6 +181,12 @@ DEVICE long long flex_int_from(double x) {
 
 #define FLEX_LOG2_E 1.44269504088896340736f
 
+/* log2 e times x, finite where x is. */
+DEVICE float flex_times_log2_e(float x) {
+    const float most = 3.402823466e38f, product = FLEX_LOG2_E * x;
+    return fabsf(x) <= most ? fmaxf(-most, fminf(product, most)) : product;
+}
+
 /* A NaN of either operand is the result. */
 template <class T> DEVICE T flex_minimum(T a, T b) { return a != a || a < b ? a : b; }
 template <class T> DEVICE T flex_maximum(T a, T b) { return a != a || a > b ? a : b; }

@@ -69,8 +69,7 @@ bool fa_clears_scores(const fa_flex_program *p) {
     return score >= 0 && clearing_condition(p, score) >= 0;
 }
 
-/* A term as a product of two values. NOTE: the factor of a head comes first, and is multiplied by log2 e. So log2 e
- * costs no instruction of a pair. is_negative: the product is subtracted. */
+/* A term as a product of two values. The factor of a head comes first. is_negative: the product is subtracted. */
 typedef struct {
     int32_t of_head, other; /* of_head -1: 1 */
     bool is_negative;
@@ -87,6 +86,30 @@ static term_product product_of(const fa_flex_program *p, const sum_walk *walk) {
             product.of_head = x->operand[of_head], product.other = x->operand[1 - of_head];
     }
     return product;
+}
+
+/* Is a value an integer, whatever the indices? Then a product with it is 0, or at least as large as the factor. */
+static bool is_integer(const fa_flex_program *p, int32_t idx) {
+    const fa_flex_instruction *x = &p->instructions[idx];
+    if (x->result < FA_FLEX_F32) return true;
+    switch ((fa_flex_op)x->op) {
+    case FA_FLEX_constant:
+        return x->number.d >= -1e9 && x->number.d <= 1e9 && x->number.d == (double)(int32_t)x->number.d;
+    case FA_FLEX_convert:
+    case FA_FLEX_neg:
+    case FA_FLEX_abs: return is_integer(p, x->operand[0]);
+    case FA_FLEX_add:
+    case FA_FLEX_sub:
+    case FA_FLEX_mul: return is_integer(p, x->operand[0]) && is_integer(p, x->operand[1]);
+    default: return false;
+    }
+}
+
+/* The number of terms, and the only one, if there is one. */
+static int count_terms(const fa_flex_program *p, term_product *only) {
+    int num = 0;
+    for (sum_walk walk = {p->num_instructions - 1, 0, false}; take_term(p, &walk); num++) *only = product_of(p, &walk);
+    return num;
 }
 
 /* Marks what the terms are computed from. */
@@ -113,8 +136,8 @@ static int mark_pairs(const fa_flex_program *p, uint8_t *is_needed, const uint8_
 }
 
 /* Marks the values of a head: floats that only b and h choose, and that come from memory. They are loaded once for all
- * pairs. There is room for few of them. Returns the number of those that the terms need. */
-static int mark_head_values(const fa_flex_program *p, uint8_t *is_loaded, uint8_t *is_needed) {
+ * pairs. There is room for few of them. */
+static void mark_head_values(const fa_flex_program *p, uint8_t *is_loaded, uint8_t *is_needed) {
     enum { MOST = 4 };
     for (int32_t idx = 0; idx < p->num_instructions; idx++) {
         const fa_flex_instruction *x = &p->instructions[idx];
@@ -124,10 +147,7 @@ static int mark_head_values(const fa_flex_program *p, uint8_t *is_loaded, uint8_
     for (int32_t idx = 0; idx < p->num_instructions; idx++)
         is_loaded[idx] &= p->instructions[idx].result == FA_FLEX_F32 && fa_is_of_head(p, idx);
     mark_terms(p, is_needed);
-    const int num = mark_pairs(p, is_needed, is_loaded);
-    if (num <= MOST) return num;
-    memset(is_loaded, 0, (size_t)p->num_instructions);
-    return 0;
+    if (mark_pairs(p, is_needed, is_loaded) > MOST) memset(is_loaded, 0, (size_t)p->num_instructions);
 }
 
 /* Does a value choose a float of the head for some pairs alone? These may all be hidden, and the float infinite. */
@@ -160,8 +180,48 @@ static bool is_finite(const fa_flex_program *p, const uint8_t *is_needed) {
     return true;
 }
 
-/* Writes flex_score_factor. */
-static void put_score_factor(const fa_writer *w, uint8_t *is_needed) {
+/* If the only term is a distance times a slope of the head: the slope. It becomes a value of the head, times log2 e, so
+ * that the term is one operation of a pair. -1: the terms are others. */
+static int32_t mark_slope(const fa_flex_program *p, uint8_t *is_value, uint8_t *is_needed) {
+    term_product only = {-1, 0, false};
+    if (count_terms(p, &only) != 1 || only.of_head < 0 || !is_integer(p, only.other)) return -1;
+    mark_terms(p, is_needed);
+    mark_pairs(p, is_needed, is_value);
+    for (int32_t idx = 0; idx < p->num_instructions; idx++)
+        for (int i = 0; is_needed[idx] && !is_value[idx] && i < p->instructions[idx].num_operands; i++)
+            if (p->instructions[idx].operand[i] == only.of_head) return -1; /* The distance reads the slope, too. */
+    is_value[only.of_head] = 1;
+    return only.of_head;
+}
+
+/* Writes the sum of start and log2 e times the terms. The terms are added up first, because large ones may cancel each
+ * other, and start would keep the rounding of each. slope: of mark_slope. */
+static void put_sum(const fa_writer *w, int32_t slope) {
+    const fa_flex_program *p = w->p;
+    bool has_sum = false;
+    if (slope >= 0) {
+        term_product only;
+        count_terms(p, &only);
+        fa_put(w->t, "    return fmaf(%sv%d, v%d, start);\n}\n\n", only.is_negative ? "-" : "", slope, only.other);
+        return;
+    }
+    for (sum_walk walk = {p->num_instructions - 1, 0, false}; take_term(p, &walk); has_sum = true) {
+        const term_product product = product_of(p, &walk);
+        const char *sign = product.is_negative ? "-" : "", *before = has_sum ? "sum = " : "float sum = ";
+        if (product.of_head < 0)
+            fa_put(w->t, "    %s%s%sv%d;\n", before, has_sum ? "sum + " : "", sign, product.other);
+        else if (has_sum)
+            fa_put(w->t, "    sum = fmaf(%sv%d, v%d, sum);\n", sign, product.of_head, product.other);
+        else
+            fa_put(w->t, "    float sum = %sv%d * v%d;\n", sign, product.of_head, product.other);
+    }
+    fa_put(w->t, has_sum ? "    return fmaf(FLEX_LOG2_E, sum, start);\n}\n\n" : "    return start;\n}\n\n");
+}
+
+/* Writes flex_score_factor, which has no pair to count steps from. */
+static void put_score_factor(const fa_writer *of_pairs, uint8_t *is_needed) {
+    fa_writer of_rows = *of_pairs, *w = &of_rows;
+    w->has_steps = false;
     const int32_t condition = clearing_condition(w->p, score_below_terms(w->p));
     fa_put(w->t, "DEVICE float flex_score_factor(const flex_values &x, int b, int h, int q_idx, float row) {\n");
     if (condition >= 0) {
@@ -180,9 +240,10 @@ static void put_score_factor(const fa_writer *w, uint8_t *is_needed) {
 void fa_put_exponent(const fa_writer *w, uint8_t *is_needed, uint8_t *is_value) {
     const fa_flex_program *p = w->p;
     const int32_t num = p->num_instructions;
-    fa_put(w->t, "#define FLEX_HEAD_VALUES %d\n", mark_head_values(p, is_value, is_needed));
+    mark_head_values(p, is_value, is_needed);
+    const int32_t slope = mark_slope(p, is_value, is_needed);
     mark_terms(p, is_needed);
-    mark_pairs(p, is_needed, is_value);
+    fa_put(w->t, "#define FLEX_HEAD_VALUES %d\n", mark_pairs(p, is_needed, is_value));
     /* A hidden pair's score is -inf, and 0 in place of that would be NaN. */
     fa_put(w->t, "#define FLEX_IS_FINITE   %d\n\n", !fa_clears_scores(p) && is_finite(p, is_needed));
     for (int32_t idx = 0; idx < num; idx++) is_value[idx] &= is_needed[idx];
@@ -192,7 +253,9 @@ void fa_put_exponent(const fa_writer *w, uint8_t *is_needed, uint8_t *is_value) 
     fa_put_needed(w, is_needed);
     int place = 0;
     for (int32_t idx = 0; idx < num; idx++)
-        if (is_value[idx]) fa_put(w->t, "    values[%d] = v%d;\n", place++, idx);
+        if (is_value[idx])
+            fa_put(w->t, idx == slope ? "    values[%d] = flex_times_log2_e(v%d);\n" : "    values[%d] = v%d;\n",
+                   place++, idx);
     fa_put(w->t, "}\n\n");
     put_score_factor(w, is_needed);
     fa_put(w->t,
@@ -208,13 +271,5 @@ void fa_put_exponent(const fa_writer *w, uint8_t *is_needed, uint8_t *is_value) 
         else if (is_needed[idx])
             fa_put_instruction(w, idx);
     }
-    for (sum_walk walk = {num - 1, 0, false}; take_term(p, &walk);) {
-        const term_product product = product_of(p, &walk);
-        const char *sign = product.is_negative ? "-" : "";
-        if (product.of_head >= 0)
-            fa_put(w->t, "    start = fmaf(%sFLEX_LOG2_E * v%d, v%d, start);\n", sign, product.of_head, product.other);
-        else
-            fa_put(w->t, "    start = fmaf(%sFLEX_LOG2_E, v%d, start);\n", sign, product.other);
-    }
-    fa_put(w->t, "    return start;\n}\n\n");
+    put_sum(w, slope);
 }

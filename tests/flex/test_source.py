@@ -265,7 +265,7 @@ SLOPES, TABLE, BY_QUERY = torch.tensor([0.5, -0.25, 3.0]), torch.randn(3, 80), t
 ADDERS = {  # score_mods that are the score plus something: the number of values of a head, and is the sum finite?
     "alibi": (lambda s, b, h, q, k: s - SLOPES[h] * (q - k), 1, True),
     "distances": (lambda s, b, h, q, k: s + -(SLOPES[h] * 0.5) * (q - k).abs() * 2, 1, True),
-    "a negated distance": (lambda s, b, h, q, k: 0.1 * -(q - 2 * k + h).abs() + s, 0, True),
+    "a negated distance": (lambda s, b, h, q, k: 0.1 * -(q - 2 * k + h).abs() + s, 1, True),
     "several terms": (lambda s, b, h, q, k: (s + SLOPES[h]) - (k - 3) * 0.25 - SLOPES[b] * q.clamp(max=5), 2, True),
     "a table": (lambda s, b, h, q, k: s + TABLE[h, q + k], 0, False),
     "a row's value": (lambda s, b, h, q, k: s + SLOPES[h] * BY_QUERY[q], 1, False),
@@ -300,9 +300,48 @@ def test_sums_in_exponents(tmp_path):
 
 
 BIAS, SHIFT = torch.randn(SHAPE[2], SHAPE[3]).bfloat16(), torch.linspace(-3, 1, SHAPE[2])
+LOWEST = torch.full((SHAPE[1],), torch.finfo(torch.bfloat16).min)
+MASKED = torch.where(torch.arange(SHAPE[2])[:, None] % 2 == 0, -1e9, torch.randn(SHAPE[2], SHAPE[3]))
+LARGE = {  # score_mods with large terms, of which the sums are small, and what they add
+    "terms that cancel each other": (
+        lambda s, b, h, q, k: s + MASKED[q, k] - MASKED[q, 0],
+        lambda b, h, q, k: MASKED[q, k].double() - MASKED[q, 0].double(),
+    ),
+    "a mask as a product": (
+        lambda s, b, h, q, k: s + (1 - (q >= k).float()) * torch.finfo(torch.float32).min,
+        lambda b, h, q, k: torch.where(q >= k, 0.0, -torch.inf),
+    ),
+    "a mask times finfo.min": (
+        lambda s, b, h, q, k: s + (q < k) * LOWEST[h],
+        lambda b, h, q, k: torch.where(q >= k, 0.0, -torch.inf),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_large_terms_in_exponents(is_backward, name, tmp_path):
+    """No rounding of a large term is left where terms cancel each other, and 0 times a large factor is 0."""
+    mod, added = LARGE[name]
+    made = (
+        source_of_gradients(mod) if is_backward else flash_attn_2_cuda.flex_source(part(mod, torch.float32), None, None)
+    )
+    begin = "float values[4]; flex_head_values(*x, values, b, h);"
+    out = run(
+        made, tmp_path, torch.empty(SHAPE), begin=begin, value="flex_exponent(*x, values, 0.5f, b, h, q, k, 0, 0)"
+    )
+    b, h, q, k = (torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(SHAPE))
+    want = (0.5 + added(b, h, q, k).double() / math.log(2)).expand(SHAPE)
+    is_low = want < -1e38
+    assert is_low.any() == ("mask" in name) and (out[is_low] < -1e38).all()
+    torch.testing.assert_close(out[~is_low].double(), want[~is_low], rtol=1e-6, atol=1e-6)
+
+
 CLEARERS = {
     "of_captures": lambda s, b, h, q, k: s + torch.where(SHIFT[q] < -1, -s.detach(), 0.0) + (BIAS[q, k] - SHIFT[q]),
     "of_indices": lambda s, b, h, q, k: s + torch.where((q + h) % 3 == 0, -s, 0.0) + 0.1 * (k - q),
+    "of_a_number": lambda s, b, h, q, k: s + torch.where(q * 0.5 > 1, -s, 0.0) + TABLE[h, q + k],
+    "of_all_rows": lambda s, b, h, q, k: s + torch.where(SHIFT[0] + (q - q) < -1, -s, 0.0) + TABLE[h, k],
     "alone": lambda s, b, h, q, k: s + torch.where(q > 2, -s.detach(), 0.0),
 }  # fmt: skip
 

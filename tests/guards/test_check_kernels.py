@@ -113,7 +113,9 @@ MODS = """
 #ifndef HIDES_ROWS
 #define HIDES_ROWS 0
 #endif
+#ifndef FLEX_MASK
 #define FLEX_MASK 1
+#endif
 #define FLEX_DERIVATIVE 1
 #define FLEX_PARTS 0
 #define FLEX_HIDDEN 0
@@ -126,7 +128,7 @@ MODS = """
 #ifndef FLEX_OCTETS
 #define FLEX_OCTETS 0
 #endif
-#define FLEX_ADDS (!FLEX_FACTOR)
+#define FLEX_ADDS (FLEX_SCORE && !FLEX_FACTOR)
 #define FLEX_HEAD_VALUES FLEX_ADDS
 struct flex_values { long long words[1]; };
 struct flex_sums {};
@@ -298,7 +300,7 @@ def test_rows_of_the_emulated_forward_in_8_bits(row, tmp_path):
 
 
 # Elements of pairs come to a place of their own, to that of O, or from memory.
-# A score_mod that is a sum goes to the exponents.
+# A score_mod that is a sum goes to the exponents of tiles without hidden pairs. Without blocks it has no mask here.
 EMULATED_MODS = [
     ("bf16_d128_q128kv128", 1, 1, 0), ("bf16_d64_q128kv128_dropout", 1, 1, 1), ("bf16_d128_q128kv128", 1, 0, 1),
     ("bf16_d64_q128kv128_dropout", 0, 1, 0), ("bf16_d192_q128kv96", 1, 0, 1), ("bf16_d96_q128kv128", 0, 0, 1)
@@ -308,8 +310,10 @@ EMULATED_MODS = [
 @pytest.mark.parametrize("row, octets, blocks, is_sum", share_of(EMULATED_MODS, 2))
 def test_rows_of_the_emulated_forward_with_mods_on_hopper(row, octets, blocks, is_sum, tmp_path):
     (tmp_path / "flex_mods.cuh").write_text(MODS)
-    mods = ["-DFLEX=1", f"-DFLEX_FACTOR={1 - is_sum}", f"-DFLEX_MAX={1 - is_sum}", "-DHAS_PAIRS=1"]
-    mods += [f"-DFLEX_OCTETS={octets}", f"-DFLEX_BLOCKS={blocks}", f"-DFLEX_PREFETCHES={octets}"]
+    has_pairs = octets or not is_sum
+    mods = ["-DFLEX=1", f"-DFLEX_FACTOR={1 - is_sum}", f"-DFLEX_MAX={1 - is_sum}", f"-DHAS_PAIRS={int(has_pairs)}"]
+    mods += [f"-DFLEX_OCTETS={octets}", f"-DFLEX_BLOCKS={blocks}", f"-DFLEX_PREFETCHES={int(has_pairs)}"]
+    mods += ["-DFLEX_MASK=0"] * (is_sum and not blocks)
     assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path, *mods)
 
 
@@ -325,6 +329,6 @@ def test_rows_of_the_emulated_forward_with_mods_over_caches(row, has_score, tmp_
     (tmp_path / "flex_mods.cuh").write_text(MODS)
     is_sum = "bf16" in row
     mods = ["-DFLEX=1", f"-DFLEX_FACTOR={1 - is_sum}", "-DFLEX_MAX=0", "-DHAS_PAIRS=1", "-DFLEX_BLOCKS=0"]
-    mods += ["-DFLEX_OCTETS=1", "-DHIDES_ROWS=1"]
+    mods += [f"-DFLEX_OCTETS={has_score}", "-DHIDES_ROWS=1", f"-DFLEX_MASK={1 - (is_sum and has_score)}"]
     mods.append(f"-DFLEX_SCORE={has_score}")
     assert "all rows are right" in emulated_on_hopper("check_fwd_sm90", f"attn_fwd_sm90_{row}", tmp_path, *mods)
