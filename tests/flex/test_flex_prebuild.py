@@ -802,7 +802,7 @@ def test_a_kernel_with_mods_that_does_not_compile(build):
                         f"mask_mod: near, {module}, line {line['near']}"]  # fmt: skip
     assert rest[2] == "The compiler says:" and rest[3:8] == [f"    {text}" for text in LOG.splitlines()]
     quoted = first.split("in the line: ")[1].split(" (the texts")[0]
-    assert f"  22      {quoted}" in rest
+    assert f"  23      {quoted}" in rest
     assert rest[-1].startswith("flash_attn made this text from the mods") and "Please report" in rest[-1]
     assert list((build.folder / "cache").iterdir()) == []
 
