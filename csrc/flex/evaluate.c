@@ -337,12 +337,13 @@ static void find_passed(fa_flex_evaluator *e) {
     e->passed = found;
 }
 
+/* NOTE: flash_attn_3 has no mods, and no loops of vectors for them. */
 const fa_flex_operations *fa_flex_operations_of(fa_isa isa) {
-#if FA_X86
+#if FA_X86 && !defined FA_NO_FLEX
     if (isa >= FA_ISA_AVX512) return &fa_flex_operations_avx512;
     if (isa == FA_ISA_AVX2) return &fa_flex_operations_avx2;
 #endif
-#if FA_NEON
+#if FA_NEON && !defined FA_NO_FLEX
     if (isa >= FA_ISA_NEON) return &fa_flex_operations_neon;
 #endif
     (void)isa;
