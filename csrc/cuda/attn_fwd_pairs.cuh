@@ -1,7 +1,7 @@
 /* What a score_mod reads of each pair of a query and a key in attn_fwd_sm90.cu, such as a bias: 16 bits that no other
  * pair reads (FLEX_OCTETS, ../flex/source.h). Each warp copies the elements of its 16 rows and of a step's keys to
- * shared memory by itself, in vectors of 8 keys. Without a block mask it does so a step ahead. With one the warp knows
- * the key tile when K has come. ldmatrix then gives each lane the elements of its scores.
+ * shared memory by itself, in vectors of 8 keys. Without a block mask it does so a step ahead. With one it does so when
+ * K has come, which brings the key tile's number. ldmatrix then gives each lane the elements of its scores.
  *
  *   memory ──cp.async──► 16 rows x BLOCK_KV keys of a warp ──ldmatrix──► bits of S[i], S[i + 1] in a register
  *
