@@ -120,7 +120,11 @@ def plan(tmp_path_factory):
         pytest.skip("gcc is not installed")
     folder = tmp_path_factory.mktemp("plan")
     (folder / "main.c").write_text(PROGRAM)
-    files = [*CSRC.glob("plan/gpu*.c"), CSRC / "plan/kernel_table.c", CSRC / "flex/scatters.c", CSRC / "flex/pairs.c"]
+    files = [
+        *CSRC.glob("plan/gpu*.c"),
+        CSRC / "plan/kernel_table.c",
+        *[CSRC / f"flex/{name}.c" for name in ("scatters", "pairs", "sums")],
+    ]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
     command = [GCC, "-std=c11", *sanitizers, "-I", CSRC, folder / "main.c", *files]
     subprocess.run([*command, "-o", folder / "plan"], check=True)

@@ -82,3 +82,13 @@ bool fa_flex_has_octets(const fa_flex_bound *bound, int64_t len_kv) {
         if (c->size[dim] > 1 && c->stride[dim] % 8) return false;
     return true;
 }
+
+bool fa_loads_beside_pair(const fa_flex_program *p) {
+    const int32_t pair = fa_pair_of_bits(p), row = fa_row_beside_pair(p);
+    for (int32_t idx = 0; p && idx < p->num_instructions; idx++) {
+        const fa_flex_instruction *x = &p->instructions[idx];
+        if (idx != pair && idx != row && x->op == FA_FLEX_gather && x->depends & (FA_FLEX_ON_Q | FA_FLEX_ON_KV))
+            return true;
+    }
+    return false;
+}

@@ -25,4 +25,8 @@ int32_t fa_row_beside_pair(const fa_flex_program *p);
  * len_kv? */
 bool fa_flex_has_octets(const fa_flex_bound *bound, int64_t len_kv);
 
+/* Does a score_mod load something of a query or a key, beside what fa_pair_of_bits and fa_row_beside_pair find? p may
+ * be NULL. */
+bool fa_loads_beside_pair(const fa_flex_program *p);
+
 #endif

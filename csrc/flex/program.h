@@ -70,6 +70,8 @@ typedef struct {
     fa_flex_number number; /* constant */
 } fa_flex_instruction;
 
+static inline bool fa_is_op(const fa_flex_instruction *x, fa_flex_op op) { return x->op == op; }
+
 typedef struct {
     uint64_t hash; /* of the text */
     int32_t num_captures, num_params, num_instructions;

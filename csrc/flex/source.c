@@ -10,6 +10,7 @@
 #include "source_prefetch.h"
 #include "source_values.h"
 #include "source_words.h"
+#include "sums.h"
 #include "wide.h"
 
 /* Do the results of a derivative follow from `grad` and the indices alone? */
@@ -96,7 +97,8 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     if (derivative && !traits) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     const bool has_factors = derivative && has_factor(derivative, traits);
     /* A backward that clears scores is faster in two passes: scores, then exponents (cuda/measurements/backward.md). */
-    const bool wants_exponent = derivative ? !has_factors && !fa_clears_scores(score) : of.has_exponent;
+    const bool wants_exponent =
+        derivative ? !has_factors && (of.has_octets || !fa_clears_scores(score)) : of.has_exponent;
     const bool adds = score && wants_exponent && fa_is_sum_with_score(score);
     if (adds && !(of_adder = fa_flex_traits(score))) {
         free(traits);

@@ -3,71 +3,7 @@
 
 #include <string.h>
 
-/* A score_mod may be the score plus terms that do not depend on the score. The walk through such a program goes from
- * the result to the score. */
-typedef struct {
-    int32_t idx;  /* the score, with the terms that are not yet taken */
-    int32_t term; /* the value of the term taken last */
-    bool is_subtracted;
-} sum_walk;
-
-static bool reads_score(const fa_flex_program *p, int32_t idx) {
-    return p->instructions[idx].depends & FA_FLEX_ON_SCORE;
-}
-
-/* Takes a term. Returns false if there is none: idx is the score, or the rest is no such sum. */
-static bool take_term(const fa_flex_program *p, sum_walk *walk) {
-    const fa_flex_instruction *x = &p->instructions[walk->idx];
-    if ((!fa_is_op(x, FA_FLEX_add) && !fa_is_op(x, FA_FLEX_sub)) || x->result != FA_FLEX_F32) return false;
-    const int32_t first = x->operand[0], second = x->operand[1];
-    if (reads_score(p, first) && !reads_score(p, second))
-        *walk = (sum_walk){first, second, fa_is_op(x, FA_FLEX_sub)};
-    else if (fa_is_op(x, FA_FLEX_add) && !reads_score(p, first) && reads_score(p, second))
-        *walk = (sum_walk){second, first, false};
-    else
-        return false;
-    return true;
-}
-
-static bool is_score(const fa_flex_program *p, int32_t idx) {
-    const fa_flex_instruction *x = &p->instructions[idx];
-    if (fa_is_op(x, FA_FLEX_where) && x->operand[1] == x->operand[2]) /* detached */
-        return is_score(p, x->operand[1]);
-    return fa_is_op(x, FA_FLEX_score) && x->result == FA_FLEX_F32;
-}
-
-static bool is_zero(const fa_flex_program *p, int32_t idx) {
-    const fa_flex_instruction *x = &p->instructions[idx];
-    while (fa_is_op(x, FA_FLEX_convert)) x = &p->instructions[x->operand[0]];
-    return fa_is_op(x, FA_FLEX_constant) && (x->result == FA_FLEX_F32 || x->result == FA_FLEX_F64) && x->number.d == 0;
-}
-
-/* The condition of `score + where(condition, -score, 0)`, which a row chooses: then its score is 0. -1: idx is not
- * this. */
-static int32_t clearing_condition(const fa_flex_program *p, int32_t idx) {
-    const fa_flex_instruction *x = &p->instructions[idx];
-    if (!fa_is_op(x, FA_FLEX_add) || x->result != FA_FLEX_F32 || !is_score(p, x->operand[0])) return -1;
-    const fa_flex_instruction *where = &p->instructions[x->operand[1]];
-    if (!fa_is_op(where, FA_FLEX_where) || !is_zero(p, where->operand[2])) return -1;
-    const fa_flex_instruction *negative = &p->instructions[where->operand[1]];
-    const bool is_of_row = !(p->instructions[where->operand[0]].depends & (FA_FLEX_ON_KV | FA_FLEX_ON_SCORE));
-    const bool clears = fa_is_op(negative, FA_FLEX_neg) && is_score(p, negative->operand[0]);
-    return is_of_row && clears ? where->operand[0] : -1;
-}
-
-/* The score to which terms are added, or -1. */
-static int32_t score_below_terms(const fa_flex_program *p) {
-    sum_walk walk = {p->num_instructions - 1, 0, false};
-    while (take_term(p, &walk)) continue;
-    return is_score(p, walk.idx) || clearing_condition(p, walk.idx) >= 0 ? walk.idx : -1;
-}
-
-bool fa_is_sum_with_score(const fa_flex_program *p) { return score_below_terms(p) >= 0; }
-
-bool fa_clears_scores(const fa_flex_program *p) {
-    const int32_t score = p ? score_below_terms(p) : -1;
-    return score >= 0 && clearing_condition(p, score) >= 0;
-}
+#include "sums.h"
 
 /* A term as a product of two values. The factor of a head comes first. is_negative: the product is subtracted. */
 typedef struct {
@@ -75,7 +11,7 @@ typedef struct {
     bool is_negative;
 } term_product;
 
-static term_product product_of(const fa_flex_program *p, const sum_walk *walk) {
+static term_product product_of(const fa_flex_program *p, const fa_sum_walk *walk) {
     term_product product = {-1, walk->term, walk->is_subtracted};
     const fa_flex_instruction *x = &p->instructions[walk->term];
     for (; fa_is_op(x, FA_FLEX_neg); x = &p->instructions[product.other])
@@ -108,14 +44,15 @@ static bool is_integer(const fa_flex_program *p, int32_t idx) {
 /* The number of terms, and the only one, if there is one. */
 static int count_terms(const fa_flex_program *p, term_product *only) {
     int num = 0;
-    for (sum_walk walk = {p->num_instructions - 1, 0, false}; take_term(p, &walk); num++) *only = product_of(p, &walk);
+    for (fa_sum_walk walk = {p->num_instructions - 1, 0, false}; fa_take_term(p, &walk); num++)
+        *only = product_of(p, &walk);
     return num;
 }
 
 /* Marks what the terms are computed from. */
 static void mark_terms(const fa_flex_program *p, uint8_t *is_needed) {
     memset(is_needed, 0, (size_t)p->num_instructions);
-    for (sum_walk walk = {p->num_instructions - 1, 0, false}; take_term(p, &walk);) {
+    for (fa_sum_walk walk = {p->num_instructions - 1, 0, false}; fa_take_term(p, &walk);) {
         const term_product product = product_of(p, &walk);
         is_needed[product.other] = 1;
         if (product.of_head >= 0) is_needed[product.of_head] = 1;
@@ -205,7 +142,7 @@ static void put_sum(const fa_writer *w, int32_t slope) {
         fa_put(w->t, "    return fmaf(%sv%d, v%d, start);\n}\n\n", only.is_negative ? "-" : "", slope, only.other);
         return;
     }
-    for (sum_walk walk = {p->num_instructions - 1, 0, false}; take_term(p, &walk); has_sum = true) {
+    for (fa_sum_walk walk = {p->num_instructions - 1, 0, false}; fa_take_term(p, &walk); has_sum = true) {
         const term_product product = product_of(p, &walk);
         const char *sign = product.is_negative ? "-" : "", *before = has_sum ? "sum = " : "float sum = ";
         if (product.of_head < 0)
@@ -222,7 +159,7 @@ static void put_sum(const fa_writer *w, int32_t slope) {
 static void put_score_factor(const fa_writer *of_pairs, uint8_t *is_needed) {
     fa_writer of_rows = *of_pairs, *w = &of_rows;
     w->has_steps = false;
-    const int32_t condition = clearing_condition(w->p, score_below_terms(w->p));
+    const int32_t condition = fa_clearing_condition(w->p, fa_score_below_terms(w->p));
     fa_put(w->t, "DEVICE float flex_score_factor(const flex_values &x, int b, int h, int q_idx, float row) {\n");
     if (condition >= 0) {
         memset(is_needed, 0, (size_t)w->p->num_instructions);

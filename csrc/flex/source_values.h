@@ -32,8 +32,6 @@ typedef struct {
     bool has_steps; /* of flex_exponent: the text has q_step and kv_step, and traits are those of the score_mod */
 } fa_writer;
 
-static inline bool fa_is_op(const fa_flex_instruction *x, fa_flex_op op) { return x->op == op; }
-
 /* Does a value depend on nothing but b and h? */
 static inline bool fa_is_of_head(const fa_flex_program *p, int32_t idx) {
     return (p->instructions[idx].depends & ~(FA_FLEX_ON_B | FA_FLEX_ON_H)) == 0;
