@@ -34,6 +34,9 @@ struct shared_memory {
     u64 tile_full[2], tile_empty[2];
     tile tiles[2];
     step_words words;
+#if FLEX
+    alignas(256) unsigned short pairs[HOLDS_PAIRS ? 8 : 1][HOLDS_PAIRS ? BLOCK_Q * 16 : 1]; /* of each consumer warp */
+#endif
 };
 static_assert(sizeof(shared_memory) <= 232448, "an SM has 227 KiB for one CTA");
 static_assert(COLUMNS <= 2 * BLOCK_Q, "dK has the place of both stages of dS");
@@ -41,18 +44,20 @@ static_assert(COLUMNS <= 2 * BLOCK_Q, "dK has the place of both stages of dS");
 /* A warp's share of a step's dQ has 16 rows. The second half of the columns keeps only those that slabs have.
  * On the way to or from dq_sums a share lies as in the registers, 16 bytes of every lane side by side. The 16-bit
  * result has the form of a box of TMA, in the same place. */
+constexpr int DQ_ROW_BYTES = FA_DQ_BOX(HEAD_DIM, BLOCK_Q) * element::BYTES;
 constexpr int KEPT_COLUMNS = BLOCK_Q == 128 ? DQ_COLUMNS : SLAB_COLUMNS - DQ_COLUMNS;
 DEVICE constexpr int warp_floats(int wg) { return 16 * (wg ? KEPT_COLUMNS : DQ_COLUMNS); }
 static_assert(4 * (warp_floats(0) + warp_floats(1)) == SLAB_FLOATS, "warps have the whole slab");
-static_assert(DQ_COLUMNS <= CHUNK && warp_floats(1) * 4 % 1024 == 0 && warp_floats(1) * 4 >= 16 * ROW_BYTES,
+static_assert(DQ_COLUMNS <= CHUNK && warp_floats(1) * 4 % 1024 == 0 && warp_floats(1) * 4 >= 16 * DQ_ROW_BYTES,
               "a warp's result is one box, where its share was");
 constexpr u32 DQ_BYTES = SLAB_FLOATS * 4;
 
 /* Whole warp. Writes 16 columns of a box, from column 16 g on. `two` holds the columns, packed, as the registers of the
- * accumulators lie. `row` is the lane's row in the box. */
-DEVICE void write_columns(u32 row, int g, const u32 (&two)[4]) {
-    stmatrix_x4(row + ((2 * g + threadIdx.x % 32 / 16) ^ threadIdx.x % 8) * 16, two[0], two[1], two[2], two[3]);
+ * accumulators lie. `row` is the lane's row in the box, which has BYTES bytes. */
+template <int BYTES> DEVICE void write_columns(u32 row, int g, const u32 (&two)[4]) {
+    const int swizzle = BYTES == 128 ? threadIdx.x % 8 : threadIdx.x / 2 % 4;
+    stmatrix_x4(row + ((2 * g + threadIdx.x % 32 / 16) ^ swizzle) * 16, two[0], two[1], two[2], two[3]);
 }
-DEVICE u32 row_of_box(const void *box) { return smem_address(box) + threadIdx.x % 16 * ROW_BYTES; }
+template <int BYTES> DEVICE u32 row_of_box(const void *box) { return smem_address(box) + threadIdx.x % 16 * BYTES; }
 
 #endif

@@ -11,6 +11,8 @@
 /* Columns of the sums of dQ, for a tile of d columns. Behind whole chunks of 64 they are at least 32: a warp's result
  * in 16 bits is a box of TMA, and takes the place of the warp's sums. */
 #define FA_SLAB_COLUMNS(d) ((d) % 64 > 0 && (d) % 64 < 32 ? (d) / 64 * 64 + 32 : (d))
+/* Columns of a box of dQ, which is what one warpgroup has of its rows, and at most a chunk. */
+#define FA_DQ_BOX(d, block_q) ((block_q) == 64 && (d) <= 64 ? 32 : 64)
 
 /* A tensor [b, row, h, d] that is accessed without TMA. Strides count elements. Packed tensors have stride_b 0. */
 typedef struct {

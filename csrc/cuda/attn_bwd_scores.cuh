@@ -14,7 +14,7 @@
 #define FLEX_ADDS      0
 #define FLEX_PAIR_BITS 0
 #endif
-constexpr bool LOADS_PAIRS_EARLY = FLEX_PAIR_BITS && !WIDE; /* loaded_pairs */
+constexpr bool LOADS_PAIRS_EARLY = FLEX_PAIR_BITS && !WIDE; /* attn_bwd_pairs.cuh */
 #if FLEX
 #include "attn_bwd_captures.cuh"
 #endif
@@ -22,6 +22,10 @@ constexpr bool LOADS_PAIRS_EARLY = FLEX_PAIR_BITS && !WIDE; /* loaded_pairs */
 /* dS is weighted with other numbers than the P of dV. The derivative of a user's score_mod has any size, so such a
  * weight has the exponents of bf16. */
 constexpr bool WEIGHTED = SCORE || DROPOUT || FLEX_FACTOR;
+
+/* Above 128 columns other warpgroups compute dS, and the sign of a weight tells them what dropout drops. The user's
+ * derivatives have signs of their own, so there the bits are drawn again. */
+constexpr bool DROPS_BY_SIGN = DROPOUT && WIDE && !FLEX;
 
 /* The scores before the score_mod are kept instead of weights, because gradients of captures need these scores, or the
  * exact P beside the weights. Then score, P and derivative are computed when dP has come. */
@@ -76,8 +80,14 @@ DEVICE void load_half_of_stats(float (&x)[STAT_REGS / 2], const float *stats, in
 /* Other kernels whose weights are P keep some weights as floats. At 64 columns and in fp16 all weights are floats, and
  * dV is done before dP takes the registers of P. Else dP runs beside dV, which leaves registers for 48 of 64 floats, or
  * 16 of 32. */
-constexpr int FLOAT_WEIGHTS = FLEX_PARTS || WEIGHTED || WIDE ? 0 : BLOCK_Q < 128 ? 16 : BF16 ? 48 : S_REGS;
-constexpr bool DV_FIRST = FLOAT_WEIGHTS == S_REGS;
+constexpr bool HAS_ROOM = HEAD_DIM <= 64 && BLOCK_Q < 128;
+constexpr int FLOAT_WEIGHTS = FLEX_PARTS         ? 0
+                              : HAS_ROOM         ? S_REGS
+                              : WEIGHTED || WIDE ? 0
+                              : BLOCK_Q < 128    ? 16
+                              : BF16             ? 48
+                                                 : S_REGS;
+constexpr bool DV_FIRST = FLOAT_WEIGHTS == S_REGS && !HAS_ROOM;
 
 /* Other weights are kept as 16 bits and a rest, in fewer registers than as floats. The rest is one byte of what
  * rounding took off.
@@ -213,43 +223,7 @@ DEVICE first_pair pair_of(const tile &t, int q_tile) {
     return {q_tile * BLOCK_Q + 2 * (thread % 4), first_key(t) + thread % (2 * KEYS) / 32 * 16 + thread % 32 / 4};
 }
 
-/* What the score_mod reads of the pairs of a thread and of their rows. Of a pair it is 16 bits, such as a bias of each
- * query and key. EARLY: all of it is loaded before S = K Q^T begins.
- *
- * NOTE: while S and dQ are on their way, ptxas had registers for a fourth of the loads. A step then waited for memory
- * eight times. Two elements in one register leave room for all. A lane keeps the rows of its number, because what is
- * spilled waits for memory, too. */
-template <bool EARLY> struct loaded_pairs {
-    DEVICE void load(const mods &, const first_pair &, int) {}
-    DEVICE void settle() {}
-    DEVICE unsigned short bits(const mods &mod, int, int row, int key) const { return mod.pair_bits(row, key); }
-    DEVICE float row(const mods &mod, int, int row) const { return mod.row(row); }
-};
-template <> struct loaded_pairs<true> {
-    unsigned short raw[S_REGS];
-    u32 two[S_REGS / 2];
-    float rows[BLOCK_Q / 32];
-
-    DEVICE void load(const mods &mod, const first_pair &at, int q_tile) {
-#pragma unroll
-        for (int i = 0; i < S_REGS; i++) raw[i] = mod.pair_bits(at.row + row_of(i), at.key + 8 * key_of(i));
-#pragma unroll
-        for (int n = 0; n < BLOCK_Q / 32; n++) rows[n] = mod.row(q_tile * BLOCK_Q + 32 * n + threadIdx.x % 32);
-    }
-    /* Waits for memory. */
-    DEVICE void settle() {
-#pragma unroll
-        for (int i = 0; i < S_REGS / 2; i++) two[i] = raw[2 * i] | (u32)raw[2 * i + 1] << 16;
-        pin(two);
-    }
-    DEVICE unsigned short bits(const mods &, int i, int, int) const {
-        return (unsigned short)(two[i / 2] >> i % 2 * 16);
-    }
-    /* Whole warp. */
-    DEVICE float row(const mods &, int i, int) const {
-        return FLEX_ROW ? __shfl_sync(0xffffffffu, rows[row_of(i) / 32], row_of(i) % 32 + 2 * (threadIdx.x % 4)) : 0;
-    }
-};
+#include "attn_bwd_pairs.cuh"
 #endif
 
 /* Computes the scores of 16 rows from `first` on. `factor` becomes d S / d (scale q.k). */
@@ -276,47 +250,48 @@ DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
     }
 }
 
-/* Returns one bit for each of the 8 registers of 16 rows and 16 keys. Dropout drops the elements of the set bits. The
- * generator of cpu/dropout.h draws for lanes that hold rows down and keys across. Here a lane therefore needs bytes of
- * two other lanes. */
-DEVICE u32 dropped(const params &p, u64 stream, int key, int row_patch) {
-    const int lane = threadIdx.x % 32, half = key / 16 % 2;
-    const u64 seed = p.rng_state[0], low = p.rng_state[1] + stream + lane;
-    u32 drawn[4];
-    philox(drawn, low, row_patch, key / 32, seed);
-    const u32 words[2] = {half ? drawn[2] : drawn[0],
-                          half ? drawn[3] : drawn[1]}; /* keys l / 4 and l / 4 + 8 of this warp's 16 */
-    u32 bits = 0;
-#pragma unroll
-    for (int key = 0; key < 2; key++)
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++) { /* rows 2 (l % 4) + odd and 2 (l % 4) + odd + 8 */
-            const u32 word = __shfl_sync(0xffffffffu, words[key], 8 * (lane % 4) + 4 * odd + lane / 8);
-            const int byte = lane / 4 % 2;
-            if ((int)(word >> 8 * byte & 0xff) > p.keep_max) bits |= 1u << (2 * key + odd);
-            if ((int)(word >> 8 * (2 + byte) & 0xff) > p.keep_max) bits |= 1u << (4 + 2 * key + odd);
-        }
-    return bits;
-}
-
-/* Pairs of a thread that dropout drops: a bit for each register of S. With the user's functions a weight may have
- * either sign, so there the bits are kept beside the weights, or drawn by each warpgroup that wants them. */
+/* Pairs of a thread that dropout drops: a bit for each register of S.
+ *
+ * The generator of cpu/dropout.h draws for lanes that hold rows down and keys across. In a word its lane 4 r + c has keys
+ * 2 c, 2 c + 1 of rows r and r + 8. Here a lane has one key of rows 2 c, 2 c + 1 and of those plus 8. So each lane draws,
+ * compares all bytes of a word at once, and collects its bits of 64 rows. Then two shuffles bring the lane the bits of
+ * two others. */
 template <bool IS_ON> struct dropped_pairs {
     DEVICE dropped_pairs(const params &, const tile &, int, int) {}
+    DEVICE void forget() {}
     DEVICE bool has(int) const { return false; }
 };
 template <> struct dropped_pairs<true> {
-    u32 words[(S_REGS + 31) / 32] = {};
+    u32 words[S_REGS / 32];
 
     /* Whole warp. head: the query head */
     DEVICE dropped_pairs(const params &p, const tile &t, int head, int q_tile) {
-        const int key = place_of(t, q_tile).key;
+        const int lane = threadIdx.x % 32, key = place_of(t, q_tile).key, half = key / 16 % 2;
+        const u64 seed = p.rng_state[0], low = p.rng_state[1] + (u64)(t.b_idx * p.h + head) * 32 + lane;
 #pragma unroll
-        for (int g = 0; g < S_REGS / 8; g++)
-            words[g / 4] |= dropped(p, (u64)(t.b_idx * p.h + head) * 32, key, q_tile * (BLOCK_Q / 16) + g)
-                            << 8 * (g % 4);
+        for (int w = 0; w < S_REGS / 32; w++) {
+            u32 bits = 0; /* bit 8 n + 2 g + k: byte n of word k of 16 rows, the rows number g of 64 */
+#pragma unroll
+            for (int g = 0; g < 4; g++) {
+                u32 drawn[4];
+                philox(drawn, low, q_tile * (BLOCK_Q / 16) + 4 * w + g, key / 32, seed);
+#pragma unroll
+                for (int k = 0; k < 2; k++) /* keys 0 to 7 and 8 to 15 of this warp's 16 */
+                    bits = bits >> 1 | (bytes_above(half ? drawn[2 + k] : drawn[k], p.keep_max) & 0x80808080);
+            }
+            u32 of_row[2];
+#pragma unroll
+            for (int odd = 0; odd < 2; odd++) /* rows 2 c + odd and 2 c + odd + 8 */
+                of_row[odd] = __shfl_sync(0xffffffffu, bits, 8 * (lane % 4) + 4 * odd + lane / 8) >> 8 * (lane / 4 % 2);
+            words[w] = (of_row[0] & 0x00ff00ff) | (of_row[1] & 0x00ff00ff) << 8;
+        }
     }
-    DEVICE bool has(int i) const { return words[i / 32] >> i % 32 & 1; }
+    /* NOTE: otherwise ptxas keeps the predicates of P for dS, in bits of other words. */
+    DEVICE void forget() { pin(words); }
+    DEVICE bool has(int i) const { return words[i / 32] >> bit_of(i) & 1; }
+
+  private:
+    static DEVICE constexpr int bit_of(int i) { return 2 * (i / 8 % 4) + key_of(i) + 8 * (i % 2) + 16 * (i / 4 % 2); }
 };
 
 #if FLEX
@@ -409,7 +384,7 @@ DEVICE head_values values_of(const params &p, const tile &t, const mods &mod) {
 DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                                  const mods &mod, const head_values &of_head, const hidden_pairs &hidden, bool hides,
                                  const dropped_pairs<DROPOUT> &drops, const first_pair &at,
-                                 const loaded_pairs<LOADS_PAIRS_EARLY> &pairs) {
+                                 const pairs_of_step &pairs) {
 #if FLEX_ADDS
     /* One pass over the registers, behind the branch that hides pairs: the sums run beside the exponentials. A sum of
      * a hidden pair that may be NaN would be NaN with -inf, too. There the branch comes behind the exponentials. NOTE:
@@ -422,7 +397,8 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
         const int row = at.row + i_step, key = at.key + j_step;
         const float added = mod.exponent(of_head, pairs.bits(mod, i, row, key), pairs.row(mod, i, row),
                                          -lse[stat_of(i)], row, key, i_step, j_step);
-        s[i] = ex2(fmaf(s[i], factor, added));
+        const float of_row = mod.score_factor(row, pairs.row(mod, i, row));
+        s[i] = ex2(fmaf(s[i], factor * of_row, added));
     }
     if (!FLEX_IS_FINITE && hides) hidden.set(s, 0);
 #pragma unroll
@@ -480,10 +456,11 @@ DEVICE alibi_bias bias_of(const params &p, const tile &t, int q_tile, int head_i
 }
 #endif
 
-/* Computes P in 16 bits, for dV. `s` becomes the weights of dS: the exact P, times softcap's derivative. A weight's
- * sign bit is set where dropout drops the element. */
+/* Computes P in 16 bits, for dV. `s` becomes the weights of dS: the exact P, times softcap's derivative. With
+ * DROPS_BY_SIGN a weight's sign bit is set where dropout drops the element. */
 DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
-                         const tile &t, int q_tile, int head, bool is_masked, const alibi_bias &bias = {}) {
+                         const tile &t, int q_tile, int head, bool is_masked, const dropped_pairs<DROPOUT> &drops,
+                         const alibi_bias &bias = {}) {
     if constexpr (!WEIGHTED) {
         if (is_masked) {
             const place at = place_of(t, q_tile);
@@ -506,15 +483,14 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
             if (is_masked) mask_scores(x, p, at, 16 * g);
 #pragma unroll
             for (int i = 0; i < 8; i++) x[i] = ex2(fmaf(x[i], p.scale_log2, -lse[stat_of(8 * g + i)]));
-            u32 drop = 0;
-            if (DROPOUT) drop = dropped(p, (u64)(t.b_idx * p.h + head) * 32, at.key, q_tile * (BLOCK_Q / 16) + g);
 #pragma unroll
             for (int i = 0; i < 8; i += 2)
-                P[4 * g + i / 2] = cvt_x2<element>(drop >> i & 1 ? 0 : x[i], drop >> (i + 1) & 1 ? 0 : x[i + 1]);
+                P[4 * g + i / 2] =
+                    cvt_x2<element>(drops.has(8 * g + i) ? 0 : x[i], drops.has(8 * g + i + 1) ? 0 : x[i + 1]);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 if (SCORE) x[i] *= factor[i];
-                if (drop >> i & 1) x[i] = -x[i];
+                if (DROPS_BY_SIGN && drops.has(8 * g + i)) x[i] = -x[i];
             }
         }
     }
@@ -544,11 +520,12 @@ DEVICE float weight_of(const u32 (&rounded)[P_REGS], const u32 (&rest)[REST_REGS
  * dp         dP, or dP - D if the sum started with -D
  * stats      D, in shared memory
  * weight(i)  the weight of register i, as `exponentiate` leaves the weights in `s`
- * drops(i)   does dropout drop the element? Without the user's functions the weight's sign says so.
+ * drops      the elements that dropout drops, if no sign says so
  * end(i, x)  what becomes of dS in register i */
-template <class weight_of_register, class drops_register, class end_of_register>
+template <class weight_of_register, class end_of_register>
 DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, float keep_scale,
-                          weight_of_register weight, drops_register drops, end_of_register end) {
+                          weight_of_register weight, const dropped_pairs<DROPOUT && !DROPS_BY_SIGN> &drops,
+                          end_of_register end) {
 #pragma unroll
     for (int i = 0; i < P_REGS; i++) {
         float x[2];
@@ -556,20 +533,21 @@ DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const fl
         for (int k = 0; k < 2; k++) {
             const float w = weight(2 * i + k);
             x[k] = dp[2 * i + k];
-            if (DROPOUT) x[k] = (FLEX ? drops(2 * i + k) : __float_as_uint(w) >> 31) ? 0 : x[k] * keep_scale;
+            if (DROPS_BY_SIGN ? __float_as_uint(w) >> 31 : drops.has(2 * i + k)) x[k] = 0;
             if (!STARTS_WITH_D) {
                 const float4 four = four_stats(stats, i / 4, threadIdx.x % 4);
-                x[k] -= i % 4 < 2 ? (k ? four.y : four.x) : (k ? four.w : four.z);
+                const float d = i % 4 < 2 ? (k ? four.y : four.x) : (k ? four.w : four.z);
+                x[k] = DROPOUT ? fmaf(x[k], keep_scale, -d) : x[k] - d;
             }
-            x[k] = end(2 * i + k, x[k] * (DROPOUT && !FLEX ? fabsf(w) : w));
+            x[k] = end(2 * i + k, x[k] * (DROPS_BY_SIGN ? fabsf(w) : w));
         }
         dS[i] = cvt_x2<element>(x[0], x[1]);
     }
 }
 template <class weight_of_register>
 DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, float keep_scale,
-                          weight_of_register weight) {
-    differentiate(dp, dS, stats, keep_scale, weight, [](int) { return false; }, [](int, float x) { return x; });
+                          weight_of_register weight, const dropped_pairs<DROPOUT && !DROPS_BY_SIGN> &drops) {
+    differentiate(dp, dS, stats, keep_scale, weight, drops, [](int, float x) { return x; });
 }
 
 #if FLEX
@@ -596,7 +574,7 @@ DEVICE void differentiate_by_mods(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], 
         return FLEX_PARTS || KEEPS_SCORES ? sums.derivative(mod, i, score, x, row + row_of(i), at.key + 8 * key_of(i))
                                           : x;
     };
-    differentiate(dp, dS, stats, p.keep_scale, weight, [&](int i) { return drops.has(i); }, end);
+    differentiate(dp, dS, stats, p.keep_scale, weight, drops, end);
 }
 
 /* Whole warp. Ends a step's sums, and a work tile's sums. */
@@ -633,7 +611,7 @@ struct step_mods {
     DEVICE void exponentiate(float (&S)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,
                              const tile &t) const {
         exponentiate_by_mods(S, lse, P, p, mod, values_of(p, t, mod), hidden, hides, drops,
-                             pair_of(t, query_tile_of(entry)), loaded_pairs<LOADS_PAIRS_EARLY>());
+                             pair_of(t, query_tile_of(entry)), pairs_of_step());
     }
     DEVICE void differentiate(const float (&dp)[S_REGS], u32 (&dS)[P_REGS], const float *stats, const float *lse,
                               const params &p, const tile &t, sums_of_step &sums, const float (&kept)[S_REGS]) const {

@@ -41,12 +41,13 @@
  * up to 64 columns does not wait for these key tiles. The writer warp adds this share as well and brings the sum. The
  * converter makes dQ of the sum while the warpgroups are in the next work tile.
  *
- * This file has the steps of a warpgroup. Four headers have the rest:
+ * This file has the steps of a warpgroup. Five headers have the rest:
  *
  *   attn_bwd_memory.cuh     operands and barriers
  *   attn_bwd_writers.cuh    dQ, dK and dV to memory
  *   attn_bwd_tiles.cuh      work tiles and the producer warp; shared with attn_bwd_wide_sm90.cu
  *   attn_bwd_scores.cuh     work on registers; shared with attn_bwd_wide_sm90.cu
+ *   attn_bwd_pairs.cuh      biases and the like of each pair
  *
  * Specification: cpu/reference.c. Design and limits: backward.md. Measurements: measurements/backward.md. */
 #if !defined(HEAD_DIM) || !defined(D_V) || !defined(BLOCK_Q) || !defined(BLOCK_KV)
@@ -64,7 +65,7 @@
 constexpr int THREADS = 384, PRODUCER_REGS = 24, CONSUMER_REGS = 240;
 static_assert(BLOCK_KV == 128, "two warpgroups of 64 keys");
 static_assert(BLOCK_Q == 64 || BLOCK_Q == 128, "dQ is cut into two halves of 64 rows or of half the columns");
-constexpr bool CONVERTS = CAUSAL && HEAD_DIM <= 64, KEEPS_ADDRESSES = HEAD_DIM > 64;
+constexpr bool CONVERTS = CAUSAL && HEAD_DIM <= 64, KEEPS_ADDRESSES = HEAD_DIM > 64 || BLOCK_Q < 128;
 static_assert(HEAD_DIM * 2 + BLOCK_Q <= 384, "dK, dV, S and dQ take (2 HEAD_DIM + 2 BLOCK_Q) / 2 of 232 registers");
 
 #include "attn_bwd_memory.cuh"
@@ -73,16 +74,16 @@ static_assert(HEAD_DIM * 2 + BLOCK_Q <= 384, "dK, dV, S and dQ take (2 HEAD_DIM 
 /* ---- consumers ------------------------------------------------------------------------------------------------- */
 
 /* Whole warp. Writes 16 rows and WIDTH columns of a warp's accumulators, times `factor`, in 16 bits. The result has the
- * form of a box of TMA of 64 columns. */
-template <int WIDTH> DEVICE void write_box(void *box, const float *x, float factor) {
-    const u32 row = row_of_box(box);
+ * form of a box of TMA, whose rows have BYTES bytes. */
+template <int WIDTH, int BYTES> DEVICE void write_box(void *box, const float *x, float factor) {
+    const u32 row = row_of_box<BYTES>(box);
 #pragma unroll
     for (int g = 0; g < WIDTH / 16; g++) {
         u32 two[4];
 #pragma unroll
         for (int k = 0; k < 4; k++)
             two[k] = cvt_x2<element::output>(x[8 * g + 2 * k] * factor, x[8 * g + 2 * k + 1] * factor);
-        write_columns(row, g, two);
+        write_columns<BYTES>(row, g, two);
     }
 }
 
@@ -130,7 +131,7 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
             }
         }
         __syncwarp(); /* all lanes have read the sum, and the box overwrites the sum */
-        write_box<DQ_COLUMNS>(s.dq[stage][wg] + threadIdx.x / 32 % 4 * warp_floats(wg), dq, p.scale);
+        write_box<DQ_COLUMNS, DQ_ROW_BYTES>(s.dq[stage][wg] + threadIdx.x / 32 % 4 * warp_floats(wg), dq, p.scale);
     }
 }
 
@@ -138,8 +139,8 @@ DEVICE void hand_over_dq(float (&dq)[DQ_REGS], const params &p, shared_memory &s
  * BLOCK_KV keys. */
 DEVICE void hand_over_keys(const float (&kv)[KV_REGS], float factor, element::output *place, u64 *full, int key) {
     constexpr int REST = HEAD_DIM > CHUNK ? HEAD_DIM - CHUNK : 0, FIRST = HEAD_DIM - REST;
-    write_box<FIRST>(place + key * CHUNK, kv, factor);
-    if (REST > 0) write_box<REST>(place + (BLOCK_KV + key) * CHUNK, kv + (REST > 0 ? FIRST / 2 : 0), factor);
+    write_box<FIRST, ROW_BYTES>(place + key * CHUNK, kv, factor);
+    if (REST > 0) write_box<REST, ROW_BYTES>(place + (BLOCK_KV + key) * CHUNK, kv + (REST > 0 ? FIRST / 2 : 0), factor);
     __syncwarp();
     if (arrives_for_warp(threadIdx.x % 32)) mbarrier_arrive(full);
 }
@@ -215,7 +216,7 @@ DEVICE u32 early(u32 x) {
 
 /* With a sum in the exponent the lse is loaded when S is there, and not before. So its registers are free for what the
  * sum needs. */
-constexpr bool LOADS_LSE_LATE = FLEX_ADDS || LOADS_PAIRS_EARLY;
+constexpr bool LOADS_LSE_LATE = (FLEX_ADDS || LOADS_PAIRS_EARLY) && !HAS_ROOM;
 
 /* The operands of a warpgroup: descriptors of stage 0, and where a lane stores dS and dQ in stage 0. */
 struct operands {
@@ -339,8 +340,9 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
     const u32 q_desc_0 = matrix_descriptor(smem_address(s.q), BLOCK_Q * ROW_BYTES);
     const u32 do_desc_0 = matrix_descriptor(smem_address(s.dout), BLOCK_Q * ROW_BYTES);
     const u32 ds_desc_0 = matrix_descriptor(smem_address(s.ds) + dq_row(wg) * ROW_BYTES, 0);
-    const u32 k_dq_desc =
-        matrix_descriptor(smem_address(s.k) + dq_column(wg) / CHUNK * BLOCK_KV * ROW_BYTES, BLOCK_KV * ROW_BYTES);
+    const u32 k_dq_desc = matrix_descriptor(smem_address(s.k) + dq_column(wg) / CHUNK * BLOCK_KV * ROW_BYTES +
+                                                dq_column(wg) % CHUNK * element::BYTES,
+                                            BLOCK_KV * ROW_BYTES);
 
     /* The addresses at which this lane stores in stage 0. At 128 columns, computing the addresses again in every step,
      * in front of the stores, costs 3 to 4%. At 64 columns, keeping the addresses costs 3 to 7%. */
@@ -376,6 +378,17 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
             pin(dK), pin(dV);
             wgmma_fence();
             int word = 0; /* of the last step (step_words) */
+#if FLEX
+            const pairs_of_warp own_pairs = {smem_address(s.pairs[HOLDS_PAIRS ? 4 * wg + warp : 0]), first_key(t) + key,
+                                             t.len_kv};
+            pairs_of_step pairs;
+            const auto load_pairs_of = [&](int step) {
+                const step_place place = place_of_step<IS_GROUPED>(p, queries.end, step);
+                pairs.load_next(mods(p.flex, p.values, t.b_idx, t.first_head + place.head_in_group), own_pairs,
+                                place.q_tile, step < num_steps);
+            };
+            load_pairs_of(0);
+#endif
             if constexpr (IN_BURSTS)
                 walk_in_bursts<IS_GROUPED>(dK, dV, r, p, s, t, queries,
                                            {k_desc, v_desc, q_desc_0, do_desc_0, ds_desc_0, k_dq_desc, ds_at, dq_at},
@@ -397,8 +410,7 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 if (LOADS_PAIRS_EARLY) word = uniform(next_word);
                 const mods early_mod(p.flex, p.values, t.b_idx,
                                      t.first_head + place_of_step<IS_GROUPED>(p, queries.end, step).head_in_group);
-                loaded_pairs<LOADS_PAIRS_EARLY> pairs;
-                pairs.load(early_mod, pair_of(t, query_tile_of(word >> 2)), query_tile_of(word >> 2));
+                pairs.load(early_mod, own_pairs, pair_of(t, query_tile_of(word >> 2)), query_tile_of(word >> 2));
 #else
                 const int last_word = 0;
 #endif
@@ -410,7 +422,7 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 wgmma_wait_group<1>(dK);
                 if (arrives && (HIDDEN_BESIDE_Q || step > 0)) mbarrier_arrive(&s.q_empty[last]);
 #if FLEX
-                pairs.settle();
+                pairs.settle(own_pairs);
 #endif
                 /* wait dS: dQ of the last step. NOTE: the first step multiplies whatever lies in dS, and drops the
                  * result. With a branch around the products, or with a separate first step, ptxas runs the products one
@@ -430,10 +442,15 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 first_pair at = pair_of(t, query_tile_of(entry));
                 if (FLEX_SCORE) pin(at.row), pin(at.key);
                 const head_values of_head = values_of(p, t, mod);
-                const dropped_pairs<DROPOUT> drops(p, t, t.first_head + head_in_group, query_tile_of(entry));
+                dropped_pairs<DROPOUT> drops(p, t, t.first_head + head_in_group, query_tile_of(entry));
+#endif
+#if !FLEX
+                const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
+                const int head = t.first_head + head_in_group;
+                const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
+                dropped_pairs<DROPOUT> drops(p, t, head, q_tile);
 #endif
 #if ALIBI /* loaded while S is on its way */
-                const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
                 const alibi_bias bias = bias_of(p, t, q_tile, head_in_group);
 #endif
                 /* S is there: P */
@@ -443,12 +460,9 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
 #if FLEX
                 exponentiate_by_mods(S, lse, P, p, mod, of_head, hidden, hides, drops, at, pairs);
 #elif ALIBI
-                const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
-                exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked, bias);
+                exponentiate(S, lse, P, p, t, q_tile, head, is_masked, drops, bias);
 #else
-                const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
-                const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
-                exponentiate(S, lse, P, p, t, q_tile, t.first_head + head_in_group, is_masked);
+                exponentiate(S, lse, P, p, t, q_tile, head, is_masked, drops);
 #endif
 #pragma unroll
                 for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<weight_type>(S[2 * i], S[2 * i + 1]);
@@ -479,16 +493,20 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 if (!DV_FIRST) issue_update(dV, P, do_desc_0 + r.stage * Q_STAGE);
                 __syncwarp();
                 if (arrives && early(step) > 0) mbarrier_arrive(&s.dq_full[last]);
+#if FLEX
+                load_pairs_of(step + 1);
+#endif
                 const u32 ds_place = early(ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
                 /* dP is there: dS */
                 wgmma_wait_group<!DV_FIRST>(dP);
+                drops.forget();
                 const auto weight = [&](int i) { return i < FLOAT_WEIGHTS ? S[i] : weight_of(weights, rest, i); };
 #if FLEX
                 sums_of_step sums;
                 differentiate_by_mods(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, mod, hidden, drops,
                                       query_tile_of(entry), sums, weight);
 #else
-                differentiate(dP, dS, s.d[r.stage], p.keep_scale, weight);
+                differentiate(dP, dS, s.d[r.stage], p.keep_scale, weight, drops);
 #endif
                 /* Wait for a place for dS. In the first step the last work tile's dK must have left this place.
                  * NOTE: ds_full of the last step has said that both warpgroups have the dQ that read it. But at 96 and

@@ -28,9 +28,10 @@ DEVICE void clear_blind_rows(const params &p, shared_memory &s, int stage, const
         if (lse[row / 16 * 16 + stat_place(row % 16)] != INF) continue;
 #pragma unroll 1
         for (int wg = BLOCK_Q == 128 ? row / 64 : 0; wg < (BLOCK_Q == 128 ? row / 64 + 1 : 2); wg++) {
-            uint4 *pieces = (uint4 *)(s.dq[stage][wg] + row % 64 / 16 * warp_floats(wg)) + row % 16 * (ROW_BYTES / 16);
+            uint4 *pieces =
+                (uint4 *)(s.dq[stage][wg] + row % 64 / 16 * warp_floats(wg)) + row % 16 * (DQ_ROW_BYTES / 16);
 #pragma unroll 1
-            for (int i = 0; i < ROW_BYTES / 16; i++) pieces[i] = make_uint4(0, 0, 0, 0);
+            for (int i = 0; i < DQ_ROW_BYTES / 16; i++) pieces[i] = make_uint4(0, 0, 0, 0);
         }
     }
 }
@@ -134,7 +135,7 @@ DEVICE void store_keys(const params &p, shared_memory &s, const tile &t, const u
 /* Whole warp. A warp's share of a sum becomes a box of TMA. The box takes the first half of the share's place. */
 DEVICE void convert_sum(float *sum, float factor) {
     const float4 *pieces = (const float4 *)sum + threadIdx.x % 32;
-    const u32 row = row_of_box(sum);
+    const u32 row = row_of_box<DQ_ROW_BYTES>(sum);
     u32 two[2][4];
 #pragma unroll
     for (int g = 0; g < DQ_COLUMNS / 16; g++) {
@@ -146,9 +147,9 @@ DEVICE void convert_sum(float *sum, float factor) {
         }
         if (g == 1) {
             __syncwarp(); /* all lanes have read where the box goes */
-            write_columns(row, 0, two[0]);
+            write_columns<DQ_ROW_BYTES>(row, 0, two[0]);
         }
-        if (g > 0) write_columns(row, g, two[g % 2]);
+        if (g > 0) write_columns<DQ_ROW_BYTES>(row, g, two[g % 2]);
     }
 }
 

@@ -1,18 +1,15 @@
-/* What a score_mod reads of each pair of a query and a key in attn_fwd_sm90.cu, such as a bias: 16 bits that no other
- * pair reads (FLEX_OCTETS, ../flex/source.h). Each warp copies the elements of its 16 rows and of a step's keys to
- * shared memory by itself, in vectors of 8 keys. Without a block mask it does so a step ahead. With one it does so when
- * K has come, which brings the key tile's number. ldmatrix then gives each lane the elements of its scores.
+/* What a score_mod reads of each pair alone, in attn_fwd_sm90.cu (pair_octets.cuh). Each warp copies the elements of
+ * its 16 rows and of a step's keys. Without a block mask it does so a step ahead. With one it does so when K has come,
+ * which brings the key tile's number.
  *
  *   memory ──cp.async──► 16 rows x BLOCK_KV keys of a warp ──ldmatrix──► bits of S[i], S[i + 1] in a register
- *
- * A lane that loaded the elements of its own scores would take 4 bytes from each of 16 places in a row, and a warp's
- * load would touch 8 rows. */
+ */
 #ifndef FA_ATTN_FWD_PAIRS_CUH
 #define FA_ATTN_FWD_PAIRS_CUH
 
 #include "attn_fwd_memory.cuh"
 #include "attn_fwd_softmax.cuh"
-#include "ptx_sm80.cuh"
+#include "pair_octets.cuh"
 
 /* The warp need not wait for K to know the next key tile. */
 constexpr bool KNOWS_NEXT_TILE = !FLEX_LISTS || !FLEX_BLOCKS;
@@ -21,26 +18,13 @@ constexpr bool KNOWS_NEXT_TILE = !FLEX_LISTS || !FLEX_BLOCKS;
 template <bool IS_FIRST> DEVICE constexpr bool takes_pairs() { return HOLDS_PAIRS && !(IS_FIRST && PAIRS_IN_O); }
 
 constexpr int VECTORS_OF_ROW = BLOCK_KV / 8;
+typedef pair_octets<16, VECTORS_OF_ROW> octets;
 
-/* The place of a vector among those of a warp, in bytes. The vectors of a row are swizzled: those of 8 rows at the same
- * keys lie in different banks. */
-DEVICE constexpr u32 place_of_vector(int row, int vector) {
-    return 16 * (row * VECTORS_OF_ROW + (vector ^ (VECTORS_OF_ROW % 8 == 0 ? row % 8 : row / 2 % 4)));
-}
-
-/* Asks for the elements of rows [row, row + 16) and of the key tile from `key` on, if `asks` is true. They go to the
- * warp's place `to` in shared memory. Keys from len_kv on get zeros. Whole warp. */
+/* Asks for the elements of rows [row, row + 16) and of the key tile from `key` on. They go to the warp's place `to`.
+ * Whole warp. */
 DEVICE void ask_for_pairs(u32 to, const params &p, const score_head &q_head, int row, int key, int len_kv, bool asks) {
     const flex_values values = p.values; /* as in score_by_mod */
-    const mod_functions mod(values, q_head.b_idx, q_head.head, 0);
-    const int last = (len_kv - 1) / 8 * 8; /* so that the place of keys behind the end is aligned, too */
-    __syncwarp();                          /* All lanes have read what lies there. */
-#pragma unroll
-    for (int i = threadIdx.x % 32; i < 16 * VECTORS_OF_ROW; i += 32) {
-        const int r = i / VECTORS_OF_ROW, vector = i % VECTORS_OF_ROW, j = key + 8 * vector;
-        cp_async_16_if(asks, to + place_of_vector(r, vector), mod.pair_place(row + r, clamp(j, 0, last)), j < len_kv);
-    }
-    cp_async_commit_group();
+    octets::ask(to, mod_functions(values, q_head.b_idx, q_head.head, 0), row, key, len_kv, asks);
 }
 
 /* S[i] becomes make(i, half, S[i], bits): half is row_of(i). `bits` is the element of the pair, which has been asked
@@ -48,11 +32,11 @@ DEVICE void ask_for_pairs(u32 to, const params &p, const score_head &q_head, int
 template <class make_score> DEVICE void for_each_pair(float (&S)[S_REGS], u32 from, make_score make) {
     /* The four matrices of a load are rows 0 to 7 and 8 to 15 of one vector, and then of the next. */
     const int lane = threadIdx.x % 32, matrix = lane / 8, matrix_row = matrix % 2 * 8 + lane % 8;
-    if (HOLDS_PAIRS) cp_async_wait_group<0>(), __syncwarp();
+    if (HOLDS_PAIRS) octets::wait();
 #pragma unroll
     for (int vector = 0; vector < VECTORS_OF_ROW; vector += 2) {
         u32 bits[4] = {0, 0, 0, 0};
-        if (HOLDS_PAIRS) ldmatrix_x4(bits, from + place_of_vector(matrix_row, vector + matrix / 2));
+        if (HOLDS_PAIRS) ldmatrix_x4(bits, from + octets::place_of(matrix_row, vector + matrix / 2));
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             const int i = 4 * vector + k, half = row_of(i);

@@ -272,6 +272,14 @@ DEVICE u32 mul_f16x2(u32 a, u32 b) {
     return products;
 }
 
+/* The whole product. In C the operands would be 64 bits long, and ptxas would add products with high halves of 0. [mul]
+ */
+DEVICE u64 mul_wide(u32 a, u32 b) {
+    u64 product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 /* Four of the eight bytes of a and b, a's first. Each hexadecimal digit of `selector` names one byte. A digit that is 8
  * larger fills its byte with the sign of the byte named. [prmt] */
 DEVICE u32 prmt(u32 a, u32 b, u32 selector) {

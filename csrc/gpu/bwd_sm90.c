@@ -81,7 +81,8 @@ static void fill_scalars(const fa_cuda_call *call, const fa_bwd_workspace *w, fa
     a->keep_scale = features & FA_DROPOUT ? (float)(1 / (1 - p->dropout_p)) : 1;
 }
 
-static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_error *err) {
+static fa_status fill_maps(const fa_cuda_call *call, const fa_bwd_sm90_columns *tile, fa_attn_bwd_params *a,
+                           fa_error *err) {
     const fa_problem *p = call->problem;
     const bool packed = p->cu_seqlens_q != NULL;
     const int64_t rows_q = packed ? p->total_q : p->len_q, rows_kv = packed ? p->total_kv : p->len_kv;
@@ -94,7 +95,8 @@ static fa_status fill_maps(const fa_cuda_call *call, fa_attn_bwd_params *a, fa_e
     if (status == FA_OK) status = fa_cuda_map(call, &p->k, rows_kv, p->h_kv, box_k, &a->k, err);
     if (status == FA_OK) status = fa_cuda_map(call, &p->v, rows_kv, p->h_kv, box_v, &a->v, err);
     if (call->plan->gpu.family != FA_BWD_SM90) return status;
-    const fa_box box = {16, 64, packed, p->d, p->b, 1};
+    const int columns = FA_DQ_BOX(tile->d, tile->block_q);
+    const fa_box box = {16, columns, packed, p->d, p->b, 1};
     if (status == FA_OK && p->dq.data) status = fa_cuda_map(call, &p->dq, rows_q, p->h, box, &a->dq_rows, err);
     if (status == FA_OK && p->dk.data) status = fa_cuda_map(call, &p->dk, rows_kv, p->h_kv, box_k, &a->dk_tiles, err);
     if (status == FA_OK && p->dv.data) status = fa_cuda_map(call, &p->dv, rows_kv, p->h_kv, box_v, &a->dv_tiles, err);
@@ -122,7 +124,7 @@ fa_status fa_cuda_bwd_sm90(const fa_cuda_call *call, fa_error *err) {
     fa_attn_bwd_params a = {0};
     if (p->b == 0 || p->total_q + p->total_kv == 0) return FA_OK; /* there is no gradient to write */
     fill_scalars(call, &w, &a);
-    fa_status status = fill_maps(call, &a, err);
+    fa_status status = fill_maps(call, tile, &a, err);
     if (status != FA_OK) return status;
 
     /* The main kernel has one CTA per SM, but at most as many CTAs as there can be tiles. */

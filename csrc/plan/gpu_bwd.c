@@ -2,16 +2,29 @@
 #include "bwd_workspace.h"
 #include "cuda/attn_bwd_params.h"
 #include "flex/flex.h"
+#include "flex/pairs.h"
+#include "flex/sums.h"
 #include "gpu_bwd_order.h"
 #include "gpu_planners.h"
 #include "gpu_problem.h"
 #include "gpu_short.h"
 #include "kernel_table.h"
 
+/* Do scores need many registers and operations? Softcap and dropout weigh dS with other numbers than P, and so does the
+ * derivative of a score_mod that is no sum. A bias of each pair needs registers until its score is there. */
+static bool has_heavy_scores(const fa_problem *p) {
+    const unsigned features = fa_cuda_features(p);
+    if (features & FA_DROPOUT || (features & FA_SCORE && !fa_has_alibi_alone(p))) return true;
+    if (!p->flex || !p->flex->score) return false;
+    const fa_flex_program *score = p->flex->score->program;
+    return fa_pair_of_bits(score) >= 0 || !fa_is_sum_with_score(score);
+}
+
 /* Returns the first row that has room for the head dimension and serves every feature, or -1. */
 static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_plan *plan) {
     enum { BOX = 64 };
     const fa_family *family = &fa_families[id];
+    const bool is_heavy = has_heavy_scores(p);
     for (int row = 0; row < family->num_rows; row++) {
         const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(id, row);
         if (t->d < p->d || t->d_v < p->d_v)
@@ -20,6 +33,10 @@ static int first_row(const fa_problem *p, fa_family_id id, unsigned wanted, fa_p
             fa_rule_out(plan, family->rows[row].name, FA_BOXES_REASON);
         else if ((family->rows[row].serves & wanted) != wanted)
             fa_rule_out(plan, family->rows[row].name, "its tiles do not serve every option of the call");
+        else if (id == FA_BWD_SM90 && !fa_bwd_sm90_takes(row, is_heavy))
+            fa_rule_out(plan, family->rows[row].name,
+                        is_heavy ? "softcap, dropout and a bias of each pair are faster with fewer query rows"
+                                 : "it is for softcap, dropout and a bias of each pair");
         else
             return row;
     }

@@ -60,6 +60,13 @@ enum { LARGEST_TILE = 1024 }; /* rows that a tile may have behind the end of its
 
 static const fa_flex_program *program_of(const fa_flex_bound *bound) { return bound ? bound->program : NULL; }
 
+/* Shared memory has room for what the pairs of a step read where a step has few rows and columns. */
+static bool is_bwd_with_room(const fa_plan *plan) {
+    if (!plan || plan->gpu.family != FA_BWD_SM90) return false;
+    const fa_bwd_sm90_columns *t = fa_bwd_sm90_row(FA_BWD_SM90, plan->gpu.row);
+    return t->d <= 64 && t->block_q <= 64;
+}
+
 fa_mods fa_mods_of(const fa_problem *p, const fa_plan *plan) {
     const fa_flex *flex = p->flex;
     const bool has_hidden = plan && plan->gpu.has_hidden;
@@ -79,8 +86,11 @@ fa_mods fa_mods_of(const fa_problem *p, const fa_plan *plan) {
     mods.text.no_blocks = has_functions && flex->block_q == 0 && plan && fa_families[plan->gpu.family].arch == 90;
     mods.text.has_pairs = plan && plan->gpu.family == FA_FWD_SM90 && !mods.text.is_wide && flex->score &&
                           fa_flex_has_pairs(flex->score, p->len_kv);
-    mods.text.has_octets = mods.text.has_pairs && fa_flex_has_octets(flex->score, p->len_kv);
-    mods.text.has_exponent = plan && plan->gpu.family == FA_FWD_SM90 && flex->score && !has_max;
+    const bool takes_octets = mods.text.has_pairs || (is_bwd_with_room(plan) && !mods.text.is_wide);
+    mods.text.has_octets = takes_octets && flex->score && fa_flex_has_octets(flex->score, p->len_kv);
+    /* Loads behind the branch to the exponents would come late (cuda/measurements/forward.md). */
+    mods.text.has_exponent = plan && plan->gpu.family == FA_FWD_SM90 && flex->score && !has_max &&
+                             !fa_loads_beside_pair(flex->score->program);
     return mods;
 }
 

@@ -132,11 +132,22 @@ const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row) {
     return (const fa_bwd_sm90_columns *)fa_families[family].rows[row].columns;
 }
 
-/* gpu_bwd.c takes the first row that fits. Each head dimension has one row for each set of features. */
-static bool bwd_sm90_chooses(int row, unsigned features) {
+/* Are this row and the next one for the same columns? */
+static bool has_double(int row) {
+    return row >= 0 && row + 1 < NUM_ROWS(bwd_sm90_rows) &&
+           bwd_sm90_rows[row].columns[0] == bwd_sm90_rows[row + 1].columns[0];
+}
+
+bool fa_bwd_sm90_takes(int row, bool is_heavy) { return is_heavy ? !has_double(row - 1) : !has_double(row); }
+
+/* gpu_bwd.c takes the first row that fits. The functions of a call belong to a kernel with FA_FLEX. */
+static bool bwd_wide_sm90_chooses(int row, unsigned features) {
     (void)row;
-    if (features & FA_ALIBI && features & (FA_SCORE | FA_DROPOUT)) return false;
-    return !(features & FA_FLEX); /* the functions of a call belong to such a kernel */
+    return !(features & FA_FLEX);
+}
+static bool bwd_sm90_chooses(int row, unsigned features) {
+    const bool is_heavy = features & (FA_SCORE | FA_DROPOUT);
+    return !(features & FA_FLEX || (features & FA_ALIBI && is_heavy)) && fa_bwd_sm90_takes(row, is_heavy);
 }
 
 /* ---- attn_fwd_sm80 --------------------------------------------------------------------------------------------- */
@@ -369,6 +380,7 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 #define SM90_FILES     "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
 #define BWD_FILES      "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
 #define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
+#define BWD_MODS_FILES "attn_bwd_captures.cuh", "attn_bwd_pairs.cuh", "pair_octets.cuh"
 #define STEP_FILES \
     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh", "sinks.cuh"
 #define WORK_FILES     "key_walk.cuh", "attn_fwd_mods.cuh", "attn_fwd_tiles.cuh"
@@ -394,8 +406,8 @@ const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_
 
 const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_FWD_SM90] = {.name = "attn_fwd_sm90",
-                     .files = FILES("attn_fwd_sm90.cu", "attn_fwd_pairs.cuh", FWD_FILES, SM90_FILES, FLEX_FILES,
-                                    "cuda_problem.h", "sinks_params.h"),
+                     .files = FILES("attn_fwd_sm90.cu", "attn_fwd_pairs.cuh", "pair_octets.cuh", FWD_FILES, SM90_FILES,
+                                    FLEX_FILES, "cuda_problem.h", "sinks_params.h"),
                      .arch = 90,
                      .columns = {"D_QK", "D_V", "BLOCK_KV", "WGS", "STAGES", "Q_STAGES", "TURN", "O_WAIT", "CTAS"},
                      .knows = FA_ALL_FEATURES | FA_CACHE | FA_SINGLE_KEYS | FA_WHOLE_KEYS | FA_FLEX | FA_IN_BF16,
@@ -419,7 +431,7 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
                          .stores_lse_if_wanted = true},
     [FA_BWD_SM90] = {.name = "attn_bwd_sm90",
                      .files = FILES("attn_bwd_sm90.cu", "attn_bwd_writers.cuh", "attn_bwd_memory.cuh", BWD_STEP_FILES,
-                                    BWD_FILES, FLEX_FILES, "attn_bwd_captures.cuh", PROBLEM_FILES),
+                                    BWD_FILES, FLEX_FILES, BWD_MODS_FILES, PROBLEM_FILES),
                      .arch = 90,
                      .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                      .knows = FA_ALL_FEATURES | FA_FLEX | FA_ALIBI | FA_IN_BF16,
@@ -431,14 +443,14 @@ const fa_family fa_families[FA_NUM_FAMILIES] = {
     [FA_BWD_WIDE_SM90] = {.name = "attn_bwd_wide_sm90",
                           .files = FILES("attn_bwd_wide_sm90.cu", "attn_bwd_wide_two.cuh", "attn_bwd_wide_three.cuh",
                                          "attn_bwd_wide_parts.cuh", BWD_STEP_FILES, BWD_FILES, FLEX_FILES,
-                                         "attn_bwd_captures.cuh", PROBLEM_FILES),
+                                         BWD_MODS_FILES, PROBLEM_FILES),
                           .arch = 90,
                           .columns = {"HEAD_DIM", "D_V", "BLOCK_Q", "BLOCK_KV"},
                           .knows = FA_ALL_FEATURES | FA_FLEX | FA_IN_BF16,
                           .takes_mods = true,
                           .rows = bwd_wide_sm90_rows,
                           .num_rows = NUM_ROWS(bwd_wide_sm90_rows),
-                          .chooses = bwd_sm90_chooses,
+                          .chooses = bwd_wide_sm90_chooses,
                           .aligns_shared = true},
     [FA_BWD_PREP_SM90] = {.name = "attn_bwd_prep",
                           .files = FILES("attn_bwd_prep.cu", "dot.cuh", BWD_FILES),

@@ -172,8 +172,8 @@ static void check_step(const tile &t, int entry, int head) {
         s[i] = products[i] = hidden.has(i) ? (const float[]){INFINITY, NAN, 5}[below(3)] : (float)below(100) / 10 - 5;
     }
     for (int i = 0; i < STAT_REGS; i++) lse[i] = below(9) ? (float)below(100) / 20 + 5 : INFINITY;
-    loaded_pairs<LOADS_PAIRS_EARLY> pairs;
-    pairs.load(mod, at, query_tile_of(entry)), pairs.settle();
+    pairs_of_step pairs;
+    pairs.load(mod, {}, at, query_tile_of(entry)), pairs.settle({});
     u32 P[P_REGS], W[P_REGS], rest[REST_REGS];
     const dropped_pairs<DROPOUT> drops(p, t, head, query_tile_of(entry)); /* check_bwd_sm90 has kernels with dropout */
     exponentiate_by_mods(s, lse, P, p, mod, values_of(p, t, mod), hidden, hides, drops, at, pairs);

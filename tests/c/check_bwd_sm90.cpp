@@ -145,7 +145,8 @@ static void check(const problem &x) {
     std::vector<unsigned> kv_turns((size_t)(tiles * 8));
     unsigned tile_counter = 0;
     params p = {};
-    q.fill_map(p.q, len_q, BLOCK_Q), dout.fill_map(p.dout, len_q, BLOCK_Q), dq.fill_map(p.dq_rows, len_q, 16);
+    q.fill_map(p.q, len_q, BLOCK_Q), dout.fill_map(p.dout, len_q, BLOCK_Q),
+        dq.fill_map(p.dq_rows, len_q, 16, 1, DQ_ROW_BYTES);
     k.fill_map(p.k, len_kv, BLOCK_KV), v.fill_map(p.v, len_kv, BLOCK_KV);
     dk.fill_map(p.dk_tiles, len_kv, BLOCK_KV), dv.fill_map(p.dv_tiles, len_kv, BLOCK_KV);
     p.dq = view(dq, len_q), p.dk = view(dk, len_kv), p.dv = view(dv, len_kv);

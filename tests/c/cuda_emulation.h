@@ -276,6 +276,7 @@ static inline u32 mul_f16x2(u32 a, u32 b) {
     unpack_x2<fp16>(a, x[0], x[1]), unpack_x2<fp16>(b, y[0], y[1]);
     return cvt_x2<fp16>(x[0] * y[0], x[1] * y[1]);
 }
+static inline u64 mul_wide(u32 a, u32 b) { return (u64)a * b; }
 static inline u32 prmt(u32 a, u32 b, u32 selector) {
     u32 bytes = 0;
     for (int i = 0; i < 4; i++) {

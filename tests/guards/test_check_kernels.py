@@ -136,11 +136,10 @@ struct flex_sums {};
 DEVICE float flex_factor(int i, int j) { return FLEX_FACTOR ? (float)((i + j) % 7 - 3) : 1; }
 DEVICE float flex_score_factor(const flex_values &, int b, int h, int i, float row) {
     if (HAS_PAIRS && row != (float)i) return NAN;
-#ifdef BLOCK_Q /* the backward */
-    return 1;
-#else
-    return FLEX_ADDS && i % 13 == 5 ? 0 : 1;
+#ifdef FLEX_IS_FINITE /* the backward: the text of a mod that clears scores says 0 */
+    if (FLEX_IS_FINITE) return 1;
 #endif
+    return FLEX_ADDS && i % 13 == 5 ? 0 : 1;
 }
 static enum { OF_PLACES, OF_MASKS, OF_SLOPES, OF_KEYS } added_scores;
 DEVICE float flex_score(const flex_values &, float x, INDICES, int j_step = -1) {
@@ -200,15 +199,17 @@ DEVICE void flex_add_sums(const flex_values &, const flex_sums &, int, int) {}
 
 
 def kernels_with_mods():
-    """Hopper's rows of the backward without options, which take mods: {name: arguments of cuda_kernel_source}."""
-    wanted = re.compile(r"attn_bwd_(wide_)?sm90_(bf16_d\d+(v\d+)?|fp16_d64)_q\d+kv\d+")
+    """Hopper's rows of the backward, which take mods: {name: arguments of cuda_kernel_source}. Without options there is
+    no kernel of 64 queries and columns."""
+    wanted = re.compile(r"attn_bwd_(wide_)?sm90_((bf16_d\d+(v\d+)?|fp16_d64)_q\d+kv\d+|bf16_d64_q64kv128_score)")
     return {name: rest for name, *rest in flash_attn_2_cuda.cuda_kernels() if wanted.fullmatch(name)}
 
 
 @pytest.mark.parametrize("name", share_of(kernels_with_mods(), 2))
 def test_lists_turns_hidden_pairs_and_weights_of_the_backward_with_mods(name, tmp_path):
     _, options = flash_attn_2_cuda.cuda_kernel_source(*kernels_with_mods()[name])
-    constants = [option for option in options if option.startswith("-D") and not option.startswith("-DFLEX=")]
+    given = ("-DFLEX=", "-DSCORE=")
+    constants = [x for x in options if x.startswith("-D") and not x.startswith(given)] + ["-DSCORE=0"]
     c = ROOT / "tests" / "c"
     (tmp_path / "flex_mods.cuh").write_text(MODS)
     compile_emulation(tmp_path / "engine.o")
@@ -245,7 +246,8 @@ EMULATED_BACKWARDS = [
     "bf16_d64_q128kv128_causal", "fp16_d64_q128kv128", "bf16_d64_q128kv128_local_varlen",
     "fp16_d64_q128kv128_causal_varlen", "bf16_d128_q64kv128_causal", "fp16_d32_q128kv128_causal",
     "bf16_d48_q128kv128_varlen", "bf16_d80_q64kv128_causal_varlen", "fp16_d112_q64kv128_local_varlen_alibi",
-    "fp16_d48_q128kv128_causal_score_dropout"
+    "fp16_d48_q128kv128_causal_score_dropout", "bf16_d64_q64kv128_causal_score_dropout", "fp16_d64_q64kv128_dropout",
+    "bf16_d64_q64kv128_local_varlen_score"
 ]  # fmt: skip
 
 
@@ -254,15 +256,24 @@ def test_gradients_of_the_emulated_backward_on_hopper(row, tmp_path):
     assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", f"attn_bwd_sm90_{row}", tmp_path)
 
 
-# A bias in the exponent, loaded early or not, and a score_mod whose derivative is a factor.
-@pytest.mark.parametrize("row, factor, pairs", [
-    ("bf16_d64_q128kv128", 0, 1), ("fp16_d64_q128kv128_dropout", 1, 0), ("bf16_d128_q64kv128_dropout", 0, 0)
+# A bias in the exponent, loaded late, early or through shared memory, and a score_mod whose derivative is a factor.
+@pytest.mark.parametrize("row, dropout, factor, pairs, octets, blocks", [
+    ("bf16_d128_q64kv128", 0, 0, 1, 0, 0), ("fp16_d64_q64kv128", 1, 1, 0, 0, 0), ("bf16_d128_q64kv128", 1, 0, 0, 0, 0),
+    ("bf16_d64_q64kv128", 0, 0, 1, 1, 0), ("fp16_d64_q64kv128", 1, 0, 1, 1, 0), ("bf16_d64_q64kv128", 0, 1, 1, 1, 1)
 ])  # fmt: skip
-def test_gradients_of_the_emulated_backward_with_mods_on_hopper(row, factor, pairs, tmp_path):
+def test_gradients_of_the_emulated_backward_with_mods(row, dropout, factor, pairs, octets, blocks, tmp_path):
     (tmp_path / "flex_mods.cuh").write_text(MODS)
-    mods = ["-DFLEX=1", "-DFLEX_MAX=0", "-DFLEX_BLOCKS=0", "-DFLEX_IS_FINITE=0"]
+    mods = [
+        f"-DDROPOUT={dropout}",
+        "-DFLEX=1",
+        "-DFLEX_MAX=0",
+        "-DFLEX_IS_FINITE=0",
+        f"-DFLEX_BLOCKS={blocks}",
+        f"-DFLEX_OCTETS={octets}",
+    ]
     mods += [f"-DFLEX_FACTOR={factor}", f"-DHAS_PAIRS={pairs}"]
-    assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", f"attn_bwd_sm90_{row}", tmp_path, *mods)
+    kernel = f"attn_bwd_sm90_{row}_dropout"  # without options there is no kernel of 64 queries and columns
+    assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", kernel, tmp_path, *mods)
 
 
 @pytest.mark.parametrize("row", ["bf16_d64_q128kv128", "fp16_d80_q64kv128_varlen", "bf16_d256_q64kv128_varlen"])
