@@ -252,10 +252,10 @@ DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
 
 /* Pairs of a thread that dropout drops: a bit for each register of S.
  *
- * The generator of cpu/dropout.h draws for lanes that hold rows down and keys across. In a word its lane 4 r + c has keys
- * 2 c, 2 c + 1 of rows r and r + 8. Here a lane has one key of rows 2 c, 2 c + 1 and of those plus 8. So each lane draws,
- * compares all bytes of a word at once, and collects its bits of 64 rows. Then two shuffles bring the lane the bits of
- * two others. */
+ * The generator of cpu/dropout.h draws for lanes that hold rows down and keys across. In a word its lane 4 r + c has
+ * keys 2 c, 2 c + 1 of rows r and r + 8. Here a lane has one key of rows 2 c, 2 c + 1 and of those plus 8. So each lane
+ * draws, compares all bytes of a word at once, and collects its bits of 64 rows. Then two shuffles bring the lane the
+ * bits of two others. */
 template <bool IS_ON> struct dropped_pairs {
     DEVICE dropped_pairs(const params &, const tile &, int, int) {}
     DEVICE void forget() {}

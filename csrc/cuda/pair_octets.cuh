@@ -1,6 +1,6 @@
 /* What a score_mod reads of each pair of a query and a key, such as a bias, in shared memory: 16 bits that no other
- * pair reads (FLEX_OCTETS, ../flex/source.h). A warp copies the elements of its own rows and keys, in vectors of 8 keys,
- * and reads them by ldmatrix. So no other warp waits for them.
+ * pair reads (FLEX_OCTETS, ../flex/source.h). A warp copies the elements of its own rows and keys, in vectors of 8
+ * keys, and reads them by ldmatrix. So no other warp waits for them.
  *
  * A lane that loaded the elements of its own scores would take 2 or 4 bytes from each of many places, and a warp's load
  * would touch 4 or 8 rows. */
