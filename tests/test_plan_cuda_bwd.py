@@ -19,6 +19,10 @@ import pytest
             {"pass": 1, "d": 64, "alibi": 1, "right": 0, "packed": 1},
             "attn_bwd_sm90_bf16_d64_q128kv128_causal_varlen_alibi",
         ),
+        ({"pass": 1, "d": 64, "alibi": 1, "dropout": 0.5}, "attn_bwd_sm90_bf16_d64_q64kv128_score_dropout"),  # heavy
+        ({"pass": 1, "d": 56, "softcap": 5, "packed": 1}, "attn_bwd_sm90_bf16_d64_q64kv128_varlen_score"),
+        ({"pass": 1, "d": 64, "dropout": 0.5, "right": 0}, "attn_bwd_sm90_bf16_d64_q64kv128_causal_dropout"),
+        ({"pass": 1, "d": 48, "dropout": 0.5}, "attn_bwd_sm90_bf16_d48_q128kv128_dropout"),
         ({"pass": 1, "d": 128, "alibi": 1, "softcap": 5}, "attn_bwd_sm90_bf16_d128_q64kv128_score"),
         ({"pass": 1, "d": 128, "alibi": 1, "scale": -1}, "attn_bwd_sm90_bf16_d128_q64kv128_score"),
         ({"pass": 1, "d": 128, "alibi": 1, "dropout": 0.5}, "attn_bwd_sm90_bf16_d128_q64kv128_score_dropout"),

@@ -34,6 +34,7 @@ struct shared_memory {
     u64 tile_full[2], tile_empty[2];
     tile tiles[2];
     step_words words;
+    alignas(16) dropout_memory<DROPOUT> dropout;
 #if FLEX
     alignas(256) unsigned short pairs[HOLDS_PAIRS ? 8 : 1][HOLDS_PAIRS ? BLOCK_Q * 16 : 1]; /* of each consumer warp */
 #endif

@@ -250,35 +250,69 @@ DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
     }
 }
 
+/* What the warps of a CTA share for dropout: seed and offset, and the bits that each warp has drawn for its neighbour.
+ */
+template <bool IS_ON> struct dropout_memory {};
+template <> struct dropout_memory<true> {
+    u64 rng_state[2];
+    u32 drawn[8][S_REGS / 32][32]; /* of each consumer warp */
+};
+enum { BAR_DROPOUT = 3 }; /* of the first two warps; the next barriers are those of the next two */
+
 /* Pairs of a thread that dropout drops: a bit for each register of S.
  *
- * The generator of cpu/dropout.h draws for lanes that hold rows down and keys across. In a word its lane 4 r + c has
- * keys 2 c, 2 c + 1 of rows r and r + 8. Here a lane has one key of rows 2 c, 2 c + 1 and of those plus 8. So each lane
- * draws, compares all bytes of a word at once, and collects its bits of 64 rows. Then two shuffles bring the lane the
- * bits of two others. */
+ * The generator of cpu/dropout.h draws for lanes that hold rows down and keys across, 16 rows and 32 keys at a time.
+ * In a word its lane 4 r + c has keys 2 c, 2 c + 1 of rows r and r + 8. Here a lane has one key of rows 2 c, 2 c + 1
+ * and of those plus 8. So each lane draws, compares all bytes of a word at once, and collects the bits of 64 rows. Then
+ * two shuffles bring the lane the bits of two others.
+ *
+ * The 32 keys are those of two neighbouring warps. Up to 128 columns each of them draws for half of the rows, and
+ * shared memory brings it the rest. */
 template <bool IS_ON> struct dropped_pairs {
-    DEVICE dropped_pairs(const params &, const tile &, int, int) {}
-    DEVICE void forget() {}
+    DEVICE dropped_pairs(const params &, const tile &, int, int, dropout_memory<IS_ON> *) {}
     DEVICE bool has(int) const { return false; }
+    DEVICE u32 rest_of(u32 two, int) const { return two; }
 };
 template <> struct dropped_pairs<true> {
     u32 words[S_REGS / 32];
 
-    /* Whole warp. head: the query head */
-    DEVICE dropped_pairs(const params &p, const tile &t, int head, int q_tile) {
+    /* Whole warp. head: the query head. memory: not above 128 columns. There all warps of a warpgroup must be here. */
+    DEVICE dropped_pairs(const params &p, const tile &t, int head, int q_tile, dropout_memory<true> *memory) {
         const int lane = threadIdx.x % 32, key = place_of(t, q_tile).key, half = key / 16 % 2;
-        const u64 seed = p.rng_state[0], low = p.rng_state[1] + (u64)(t.b_idx * p.h + head) * 32 + lane;
+        const u64 *state = WIDE ? p.rng_state : memory->rng_state;
+        const u64 seed = state[0], low = state[1] + (u64)(t.b_idx * p.h + head) * 32 + lane;
+        /* Draws for 32 of 64 rows: bit 8 n + 4 + 2 g + k is that of byte n of word k of 16 rows, the rows number g. */
+        const auto draw = [&](int row_patch, u32 &own, u32 &others) {
+            own = others = 0;
+#pragma unroll
+            for (int g = 0; g < 2; g++) {
+                u32 drawn[4];
+                philox(drawn, low, row_patch + g, key / 32, seed);
+#pragma unroll
+                for (int k = 0; k < 2; k++) { /* keys 0 to 7 and 8 to 15 of this warp's 16, or of the other's */
+                    const u32 low_keys = bytes_above(drawn[k], p.keep_max) & 0x80808080,
+                              high_keys = bytes_above(drawn[2 + k], p.keep_max) & 0x80808080;
+                    own = own >> 1 | (half ? high_keys : low_keys),
+                    others = others >> 1 | (half ? low_keys : high_keys);
+                }
+            }
+        };
 #pragma unroll
         for (int w = 0; w < S_REGS / 32; w++) {
-            u32 bits = 0; /* bit 8 n + 2 g + k: byte n of word k of 16 rows, the rows number g of 64 */
-#pragma unroll
-            for (int g = 0; g < 4; g++) {
-                u32 drawn[4];
-                philox(drawn, low, q_tile * (BLOCK_Q / 16) + 4 * w + g, key / 32, seed);
-#pragma unroll
-                for (int k = 0; k < 2; k++) /* keys 0 to 7 and 8 to 15 of this warp's 16 */
-                    bits = bits >> 1 | (bytes_above(half ? drawn[2 + k] : drawn[k], p.keep_max) & 0x80808080);
+            const int row_patch = q_tile * (BLOCK_Q / 16) + 4 * w;
+            u32 first, second, unused; /* of 32 rows each */
+            if (WIDE) {
+                draw(row_patch, first, unused), draw(row_patch + 2, second, unused);
+            } else {
+                u32 own, others;
+                draw(row_patch + 2 * half, own, others);
+                const int warp = threadIdx.x / 32 - 4;
+                memory->drawn[warp][w][lane] = others;
+                bar_sync(BAR_DROPOUT + warp / 2, 64);
+                others = memory->drawn[warp ^ 1][w][lane];
+                first = half ? others : own, second = half ? own : others;
             }
+            const u32 bits = first >> 4 | second;
             u32 of_row[2];
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) /* rows 2 c + odd and 2 c + odd + 8 */
@@ -286,9 +320,13 @@ template <> struct dropped_pairs<true> {
             words[w] = (of_row[0] & 0x00ff00ff) | (of_row[1] & 0x00ff00ff) << 8;
         }
     }
-    /* NOTE: otherwise ptxas keeps the predicates of P for dS, in bits of other words. */
-    DEVICE void forget() { pin(words); }
     DEVICE bool has(int i) const { return words[i / 32] >> bit_of(i) & 1; }
+    /* Two of P in 16 bits, of registers 2 i and 2 i + 1, without those that are dropped. Their bits have the same place
+     * in neighbouring bytes. It moves to the bytes' signs, which prmt spreads. */
+    DEVICE u32 rest_of(u32 two, int i) const {
+        const u32 signs = words[i / 16] << (7 - bit_of(2 * i) % 8);
+        return two & ~prmt(signs, 0, bit_of(2 * i) < 16 ? 0x9988 : 0xbbaa);
+    }
 
   private:
     static DEVICE constexpr int bit_of(int i) { return 2 * (i / 8 % 4) + key_of(i) + 8 * (i % 2) + 16 * (i / 4 % 2); }
@@ -402,8 +440,7 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
     }
     if (!FLEX_IS_FINITE && hides) hidden.set(s, 0);
 #pragma unroll
-    for (int i = 0; i < P_REGS; i++)
-        P[i] = cvt_x2<element>(drops.has(2 * i) ? 0 : s[2 * i], drops.has(2 * i + 1) ? 0 : s[2 * i + 1]);
+    for (int i = 0; i < P_REGS; i++) P[i] = drops.rest_of(cvt_x2<element>(s[2 * i], s[2 * i + 1]), i);
 #else
 #pragma unroll
     for (int i = 0; i < S_REGS && FLEX_SCORE && !FLEX_FACTOR; i++) {
@@ -423,8 +460,8 @@ DEVICE void exponentiate_by_mods(float (&s)[S_REGS], const float (&lse)[STAT_REG
             if (hidden.has(i)) score = -INF;
         }
         const float prob = ex2(fmaf(score, p.scale_log2, -lse[stat_of(i)]));
-        probs[i % 2] = drops.has(i) ? 0 : prob;
-        if (i % 2) P[i / 2] = cvt_x2<element>(probs[0], probs[1]);
+        probs[i % 2] = prob;
+        if (i % 2) P[i / 2] = drops.rest_of(cvt_x2<element>(probs[0], probs[1]), i / 2);
         if constexpr (KEEPS_SCORES) {
             s[i] = rounded_score(x);
         } else {
@@ -485,8 +522,7 @@ DEVICE void exponentiate(float (&s)[S_REGS], const float (&lse)[STAT_REGS], u32 
             for (int i = 0; i < 8; i++) x[i] = ex2(fmaf(x[i], p.scale_log2, -lse[stat_of(8 * g + i)]));
 #pragma unroll
             for (int i = 0; i < 8; i += 2)
-                P[4 * g + i / 2] =
-                    cvt_x2<element>(drops.has(8 * g + i) ? 0 : x[i], drops.has(8 * g + i + 1) ? 0 : x[i + 1]);
+                P[4 * g + i / 2] = drops.rest_of(cvt_x2<element>(x[i], x[i + 1]), 4 * g + i / 2);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 if (SCORE) x[i] *= factor[i];
@@ -605,7 +641,7 @@ struct step_mods {
     DEVICE step_mods(const params &p, const shared_memory &s, const tile &t, int stage, int head_in_group,
                      bool looks = true)
         : entry(uniform(s.words.steps[stage]) >> 2), mod(p.flex, p.values, t.b_idx, t.first_head + head_in_group),
-          drops(p, t, t.first_head + head_in_group, query_tile_of(entry)) {
+          drops(p, t, t.first_head + head_in_group, query_tile_of(entry), nullptr) {
         if (looks) hides = FLEX_HIDDEN ? hidden.load(t, entry) : hidden.find(p, t, mod, entry);
     }
     DEVICE void exponentiate(float (&S)[S_REGS], const float (&lse)[STAT_REGS], u32 (&P)[P_REGS], const params &p,

@@ -442,13 +442,13 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 first_pair at = pair_of(t, query_tile_of(entry));
                 if (FLEX_SCORE) pin(at.row), pin(at.key);
                 const head_values of_head = values_of(p, t, mod);
-                dropped_pairs<DROPOUT> drops(p, t, t.first_head + head_in_group, query_tile_of(entry));
+                dropped_pairs<DROPOUT> drops(p, t, t.first_head + head_in_group, query_tile_of(entry), &s.dropout);
 #endif
 #if !FLEX
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
                 const int head = t.first_head + head_in_group;
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
-                dropped_pairs<DROPOUT> drops(p, t, head, q_tile);
+                dropped_pairs<DROPOUT> drops(p, t, head, q_tile, &s.dropout);
 #endif
 #if ALIBI /* loaded while S is on its way */
                 const alibi_bias bias = bias_of(p, t, q_tile, head_in_group);
@@ -499,7 +499,6 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 const u32 ds_place = early(ds_at + r.stage * (BLOCK_Q * BLOCK_KV * element::BYTES));
                 /* dP is there: dS */
                 wgmma_wait_group<!DV_FIRST>(dP);
-                drops.forget();
                 const auto weight = [&](int i) { return i < FLOAT_WEIGHTS ? S[i] : weight_of(weights, rest, i); };
 #if FLEX
                 sums_of_step sums;
@@ -595,6 +594,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) KERNEL(const __grid_con
         mbarrier_init_fence();
     }
     griddepcontrol_wait(); /* for attn_bwd_prep, which may still run when this launch begins */
+#if DROPOUT
+    if (threadIdx.x < 2) s.dropout.rng_state[threadIdx.x] = p.rng_state[threadIdx.x];
+#endif
     __syncthreads();
 
     if (wg == 0) {

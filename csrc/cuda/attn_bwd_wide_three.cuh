@@ -155,7 +155,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
 #else
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 const int head = t.first_head + head_in_group;
-                exponentiate(S, lse, P, p, t, q_tile, head, is_masked, {p, t, head, q_tile});
+                exponentiate(S, lse, P, p, t, q_tile, head, is_masked, {p, t, head, q_tile, nullptr});
 #endif
                 /* P has a place: Q came because dK of the last step but one was there, which was made of the last P. */
 #pragma unroll
@@ -238,7 +238,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
 #if FLEX
                 user.differentiate(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, sums, W);
 #else
-                differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return W[i]; }, {p, t, 0, 0});
+                differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return W[i]; }, {p, t, 0, 0, nullptr});
 #endif
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
                 unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);

@@ -157,7 +157,7 @@ DEVICE void consume_p(const params &p, shared_memory &s) {
                 wgmma_wait_group<1>(S);
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
                 const int head = t.first_head + head_in_group;
-                exponentiate(S, lse, P, p, t, q_tile, head, is_masked, {p, t, head, q_tile});
+                exponentiate(S, lse, P, p, t, q_tile, head, is_masked, {p, t, head, q_tile, nullptr});
 #endif
 #pragma unroll
                 for (int i = 0; i < S_REGS; i += 4)
@@ -254,7 +254,7 @@ DEVICE void consume_ds(const params &p, shared_memory &s) {
                 sums_of_step sums;
                 user.differentiate(dP, dS, s.d[r.stage], s.lse[r.stage], p, t, sums, W);
 #else
-                differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return W[i]; }, {p, t, 0, 0});
+                differentiate(dP, dS, s.d[r.stage], p.keep_scale, [&](int i) { return W[i]; }, {p, t, 0, 0, nullptr});
 #endif
                 mbarrier_wait(&s.ds_empty[r.stage], r.parity ^ 1);
                 unsigned char *own = (unsigned char *)s.ds[r.stage][0] + warp * (16 * ROW_BYTES);

@@ -88,7 +88,7 @@ fa_mods fa_mods_of(const fa_problem *p, const fa_plan *plan) {
                           fa_flex_has_pairs(flex->score, p->len_kv);
     const bool takes_octets = mods.text.has_pairs || (is_bwd_with_room(plan) && !mods.text.is_wide);
     mods.text.has_octets = takes_octets && flex->score && fa_flex_has_octets(flex->score, p->len_kv);
-    /* Loads behind the branch to the exponents would come late (cuda/measurements/forward.md). */
+    /* Loads behind the branch to the exponents would come late (cuda/measurements/backward.md). */
     mods.text.has_exponent = plan && plan->gpu.family == FA_FWD_SM90 && flex->score && !has_max &&
                              !fa_loads_beside_pair(flex->score->program);
     return mods;

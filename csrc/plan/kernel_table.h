@@ -119,8 +119,8 @@ typedef struct {
     int d, d_v, block_q, block_kv;
 } fa_bwd_sm90_columns;
 const fa_bwd_sm90_columns *fa_bwd_sm90_row(fa_family_id family, int row);
-/* Does a row of attn_bwd_sm90 take calls? Where two rows have the same columns, the first has fewer query rows and takes
- * the calls with heavy scores (gpu_bwd.c), and the second takes the others. */
+/* Does a row of attn_bwd_sm90 take calls? Where two rows have the same columns, the first has fewer query rows and
+ * takes the calls with heavy scores (gpu_bwd.c), and the second takes the others. */
 bool fa_bwd_sm90_takes(int row, bool is_heavy);
 
 /* The columns of attn_fwd_sm80. */

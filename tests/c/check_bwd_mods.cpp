@@ -175,7 +175,8 @@ static void check_step(const tile &t, int entry, int head) {
     pairs_of_step pairs;
     pairs.load(mod, {}, at, query_tile_of(entry)), pairs.settle({});
     u32 P[P_REGS], W[P_REGS], rest[REST_REGS];
-    const dropped_pairs<DROPOUT> drops(p, t, head, query_tile_of(entry)); /* check_bwd_sm90 has kernels with dropout */
+    const dropped_pairs<DROPOUT> drops(p, t, head, query_tile_of(entry),
+                                       nullptr); /* check_bwd_sm90 has kernels with dropout */
     exponentiate_by_mods(s, lse, P, p, mod, values_of(p, t, mod), hidden, hides, drops, at, pairs);
     for (int i = 0; WEIGHTED && i < P_REGS; i++) W[i] = cvt_x2<weight_type>(s[2 * i], s[2 * i + 1]);
     split_weights(s, WEIGHTED ? W : P, rest);

@@ -100,6 +100,7 @@ def laid(*shape, offset=0, padding=0, dtype=torch.bfloat16, device="cpu"):
     return rows.view(*leading, columns + padding)[..., :columns]
 
 
+BIASES = torch.empty(8, 424, 424, dtype=torch.bfloat16, device="meta")
 LAID_IN_EIGHTS = {
     "meta": (laid(8, 424, 424, device="meta"), True),
     "eight elements on": (laid(8, 424, 424, offset=8), True),
@@ -117,16 +118,30 @@ LAID_IN_EIGHTS = {
 }
 
 
+@pytest.mark.parametrize(
+    "d, kind, has_room", [(128, "_fwd_", True), (64, "_bwd_sm90", True), (128, "_bwd_sm90", False)]
+)
 @pytest.mark.parametrize("name", LAID_IN_EIGHTS)
-def test_biases_that_lie_in_vectors_of_eight_keys(name):
-    """Hopper's forward copies their elements in 16 bytes. It has another text for them."""
+def test_biases_that_lie_in_vectors_of_eight_keys(name, d, kind, has_room):
+    """Hopper's kernels copy their elements in 16 bytes, where there is room. They have another text for them."""
     bias, are_eights = LAID_IN_EIGHTS[name]
 
     def key_of(bias):
-        kernels = kernels_of(flex_attention, *qkv(grad=False, length=424), lambda s, b, h, i, j: s + bias[h, i, j])
-        return [kernel.key for kernel in kernels if "_fwd_" in kernel.name]
+        mod = lambda s, b, h, i, j: s + bias[h, i, j]  # noqa: E731
+        kernels = kernels_of(flex_attention, *qkv(grad="bwd" in kind, d=d, length=424), mod)
+        return [(kernel.name, kernel.key) for kernel in kernels if kind in kernel.name]
 
-    assert (key_of(bias) == key_of(laid(8, 424, 424))) == are_eights
+    assert len(key_of(bias)) == 1
+    of_two_bytes = bias.dtype == torch.bfloat16
+    assert (key_of(bias) == key_of(laid(8, 424, 424))) == (are_eights or (not has_room and of_two_bytes))
+
+
+@pytest.mark.parametrize("rows, mod", [
+    (64, lambda s, b, h, i, j: s + BIASES[h, i, j]), (64, lambda s, b, h, i, j: torch.sin(s)),
+    (128, lambda s, b, h, i, j: s + 0.5 * (j - i)), (128, lambda s, b, h, i, j: s + BIASES[h, 0, j])
+])  # fmt: skip
+def test_heavy_scores_have_fewer_rows_at_64_columns(rows, mod):
+    assert f"attn_bwd_sm90_bf16_d64_q{rows}kv128_flex_#" in names_of(flex_attention, *qkv(d=64, length=424), mod)
 
 
 def test_other_gpus_have_the_generic_kernels():

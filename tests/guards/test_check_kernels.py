@@ -247,7 +247,7 @@ EMULATED_BACKWARDS = [
     "fp16_d64_q128kv128_causal_varlen", "bf16_d128_q64kv128_causal", "fp16_d32_q128kv128_causal",
     "bf16_d48_q128kv128_varlen", "bf16_d80_q64kv128_causal_varlen", "fp16_d112_q64kv128_local_varlen_alibi",
     "fp16_d48_q128kv128_causal_score_dropout", "bf16_d64_q64kv128_causal_score_dropout", "fp16_d64_q64kv128_dropout",
-    "bf16_d64_q64kv128_local_varlen_score"
+    "bf16_d64_q64kv128_local_varlen_score", "bf16_d128_q64kv128_causal_varlen_dropout"
 ]  # fmt: skip
 
 
