@@ -82,13 +82,15 @@ def most_spilled(name, arch):
     140 in bf16 at 96 on 9.0, which has kernels of its own. In
     fp32 the generic forward spills 208 bytes at 128 columns on 8.6, 268 with the additions of flash-attn 3, and 272 at
     256 with these on 9.0. The backward of short sequences spills up to 16 bytes at 64 columns and 64 rows with options.
-    Packed short sequences spill up to 20 with dropout.
+    Packed short sequences spill up to 20 with dropout, and 12 at 160 columns on 10.0 with options of the scores.
     Hopper's forward of few rows of 256 columns over a cache spills 36 with a window and options of the scores. What
     they cost was not measured either."""
     if name == "attn_fwd_sm90_bf16_d256_q64kv64_local_score_cache":
         return 36
     if re.match("attn_(fwd|bwd)_short_.*_varlen.*_dropout", name):
         return 20
+    if re.match("attn_fwd_short_.*_d160_.*_varlen_score$", name) and arch == 100:
+        return 12
     if name.startswith("attn_bwd_short_bf16_d64_q64kv64_"):
         return 16
     if name.startswith("attn_fwd_any_fp32_d128_q128kv32"):
