@@ -82,7 +82,7 @@ template <> struct loaded_pairs<PAIRS_SHARED> : packed_pairs {
         if (!KNOWS_NEXT_STEP) ask(mod, own, q_tile, true);
     }
     DEVICE void load_next(const mods &mod, const pairs_of_warp &own, int q_tile, bool goes_on) {
-        if (KNOWS_NEXT_STEP) ask(mod, own, q_tile, goes_on);
+        if (KNOWS_NEXT_STEP) ask(mod, own, max(q_tile, 0), goes_on); /* Behind the last step q_tile may be -1. */
     }
     DEVICE void settle(const pairs_of_warp &own) {
         /* The four matrices of a load are queries 0 to 7 with keys 0 to 7 and 8 to 15, and then queries 8 to 15. */

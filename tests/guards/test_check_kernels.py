@@ -154,6 +154,7 @@ DEVICE void flex_prefetch(const flex_values &, INDICES) {
     if (i < 0 || j < 0) abort();
 }
 DEVICE unsigned short flex_pair_bits(const flex_values &, INDICES) {
+    if (i < 0 || j < 0) abort();
     return (unsigned short)(i * 131 + j * 7 + h * 3 + b);
 }
 /* 8 keys from each place. */
@@ -165,7 +166,10 @@ DEVICE const unsigned short *flex_pair_place(const flex_values &x, INDICES) {
     if (j % 8 || j < 0) abort();
     return octets[flex_pair_bits(x, b, h, i, j)];
 }
-DEVICE float flex_row(const flex_values &, int b, int h, int i) { return (float)i; } /* lanes are told apart by this */
+DEVICE float flex_row(const flex_values &, int b, int h, int i) {
+    if (i < 0) abort();
+    return (float)i; /* lanes are told apart by this */
+}
 DEVICE float flex_score_of(const flex_values &x, unsigned short bits, float row, float score, INDICES) {
     if (bits != flex_pair_bits(x, b, h, i, j) || row != (float)i) return NAN;
     return flex_score(x, score, b, h, i, j);
