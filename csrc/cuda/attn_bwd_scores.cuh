@@ -23,6 +23,10 @@ constexpr bool LOADS_PAIRS_EARLY = FLEX_PAIR_BITS && !WIDE; /* attn_bwd_pairs.cu
  * weight has the exponents of bf16. */
 constexpr bool WEIGHTED = SCORE || DROPOUT || FLEX_FACTOR;
 
+/* Two warps draw for the same 32 keys, and share what they draw. Beside hidden pairs there is no room for it where
+ * shared memory has 128 columns. */
+constexpr bool SHARES_DRAWS = !WIDE && (!HIDDEN_BESIDE_Q || COLUMNS == CHUNK);
+
 /* Above 128 columns other warpgroups compute dS, and the sign of a weight tells them what dropout drops. The user's
  * derivatives have signs of their own, so there the bits are drawn again. */
 constexpr bool DROPS_BY_SIGN = DROPOUT && WIDE && !FLEX;
@@ -255,7 +259,7 @@ DEVICE void mask_scores(float *s, const params &p, const place &at, int first) {
 template <bool IS_ON> struct dropout_memory {};
 template <> struct dropout_memory<true> {
     u64 rng_state[2];
-    u32 drawn[8][S_REGS / 32][32]; /* of each consumer warp */
+    u32 drawn[SHARES_DRAWS ? 8 : 1][S_REGS / 32][32]; /* of each consumer warp */
 };
 enum { BAR_DROPOUT = 3 }; /* of the first two warps; the next barriers are those of the next two */
 
@@ -266,7 +270,7 @@ enum { BAR_DROPOUT = 3 }; /* of the first two warps; the next barriers are those
  * and of those plus 8. So each lane draws, compares all bytes of a word at once, and collects the bits of 64 rows. Then
  * two shuffles bring the lane the bits of two others.
  *
- * The 32 keys are those of two neighbouring warps. Up to 128 columns each of them draws for half of the rows, and
+ * The 32 keys are those of two neighbouring warps. With SHARES_DRAWS each of them draws for half of the rows, and
  * shared memory brings it the rest. */
 template <bool IS_ON> struct dropped_pairs {
     DEVICE dropped_pairs(const params &, const tile &, int, int, dropout_memory<IS_ON> *) {}
@@ -276,7 +280,8 @@ template <bool IS_ON> struct dropped_pairs {
 template <> struct dropped_pairs<true> {
     u32 words[S_REGS / 32];
 
-    /* Whole warp. head: the query head. memory: not above 128 columns. There all warps of a warpgroup must be here. */
+    /* Whole warp. head: the query head. memory: not above 128 columns. With SHARES_DRAWS all warps of a warpgroup must
+     * be here. */
     DEVICE dropped_pairs(const params &p, const tile &t, int head, int q_tile, dropout_memory<true> *memory) {
         const int lane = threadIdx.x % 32, key = place_of(t, q_tile).key, half = key / 16 % 2;
         const u64 *state = WIDE ? p.rng_state : memory->rng_state;
@@ -301,7 +306,7 @@ template <> struct dropped_pairs<true> {
         for (int w = 0; w < S_REGS / 32; w++) {
             const int row_patch = q_tile * (BLOCK_Q / 16) + 4 * w;
             u32 first, second, unused; /* of 32 rows each */
-            if (WIDE) {
+            if (!SHARES_DRAWS) {
                 draw(row_patch, first, unused), draw(row_patch + 2, second, unused);
             } else {
                 u32 own, others;

@@ -118,7 +118,9 @@ MODS = """
 #endif
 #define FLEX_DERIVATIVE 1
 #define FLEX_PARTS 0
+#ifndef FLEX_HIDDEN
 #define FLEX_HIDDEN 0
+#endif
 #define FLEX_LONG_MASK 0
 #ifndef FLEX_PREFETCHES
 #define FLEX_PREFETCHES 1
@@ -278,6 +280,23 @@ def test_gradients_of_the_emulated_backward_with_mods(row, dropout, factor, pair
     mods += [f"-DFLEX_FACTOR={factor}", f"-DHAS_PAIRS={pairs}"]
     kernel = f"attn_bwd_sm90_{row}_dropout"  # without options there is no kernel of 64 queries and columns
     assert "all gradients are right" in emulated_on_hopper("check_bwd_sm90", kernel, tmp_path, *mods)
+
+
+@pytest.mark.parametrize("name", [name for name in kernels_with_mods() if "_wide_" not in name])
+def test_shared_memory_of_the_backward_has_room_for_what_options_add(name, tmp_path):
+    """Bits of hidden pairs, dropout and biases of pairs. Static assertions of the text know its size."""
+    _, options = flash_attn_2_cuda.cuda_kernel_source(*kernels_with_mods()[name])
+    constants = [x for x in options if x.startswith("-D") and not x.startswith(("-DFLEX=", "-DSCORE=", "-DDROPOUT="))]
+    (tmp_path / "flex_mods.cuh").write_text(MODS)
+    c = ROOT / "tests" / "c"
+    compiler = [tool("g++"), "-std=c++17", "-fsyntax-only", "-w", "-include", c / "cuda_emulation.h", "-I", CSRC]
+    has_dropout = int("_d64_q128" not in name)  # its calls with dropout have 64 rows
+    mods = ["-DFLEX=1", "-DSCORE=0", f"-DDROPOUT={has_dropout}", "-DFLEX_MAX=0", "-DFLEX_IS_FINITE=0"]
+    mods.append("-DFLEX_FACTOR=0")
+    of_pairs = ["-DHAS_PAIRS=1", f"-DFLEX_OCTETS={int('_d64_q64' in name)}"]
+    of_mask = ["-DHAS_PAIRS=0", "-DFLEX_HIDDEN=1", "-DFLEX_SCORE=0", "-DFLEX_MASK=0"]
+    for more in (of_pairs, of_mask):
+        run(*compiler, "-I", c, "-I", tmp_path, *constants, *mods, *more, c / "check_bwd_sm90.cpp")
 
 
 @pytest.mark.parametrize("row", ["bf16_d64_q128kv128", "fp16_d80_q64kv128_varlen", "bf16_d256_q64kv128_varlen"])
