@@ -215,7 +215,7 @@ DEVICE u32 early(u32 x) {
 }
 
 /* With a sum in the exponent the lse is loaded when S is there, and not before. So its registers are free for what the
- * sum needs. */
+ * sum needs, if there are no others. */
 constexpr bool LOADS_LSE_LATE = (FLEX_ADDS || LOADS_PAIRS_EARLY) && !HAS_ROOM;
 
 /* The operands of a warpgroup: descriptors of stage 0, and where a lane stores dS and dQ in stage 0. */
@@ -442,13 +442,14 @@ template <bool IS_GROUPED> DEVICE void consume(const params &p, shared_memory &s
                 first_pair at = pair_of(t, query_tile_of(entry));
                 if (FLEX_SCORE) pin(at.row), pin(at.key);
                 const head_values of_head = values_of(p, t, mod);
-                dropped_pairs<DROPOUT> drops(p, t, t.first_head + head_in_group, query_tile_of(entry), &s.dropout);
+                const dropped_pairs<DROPOUT> drops(p, t, t.first_head + head_in_group, query_tile_of(entry),
+                                                   &s.dropout);
 #endif
 #if !FLEX
                 const auto [q_tile, head_in_group] = place_of_step<IS_GROUPED>(p, queries.end, step);
                 const int head = t.first_head + head_in_group;
                 const bool is_masked = is_partial<1>(q_tile, queries.full_begin, queries.full_end);
-                dropped_pairs<DROPOUT> drops(p, t, head, q_tile, &s.dropout);
+                const dropped_pairs<DROPOUT> drops(p, t, head, q_tile, &s.dropout);
 #endif
 #if ALIBI /* loaded while S is on its way */
                 const alibi_bias bias = bias_of(p, t, q_tile, head_in_group);
