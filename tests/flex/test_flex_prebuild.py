@@ -794,6 +794,26 @@ def test_kernels_are_compiled_into_the_cache(build, monkeypatch):
         assert kernel.name.encode() in (texts / "cubin").read_bytes()
 
 
+SUM = """
+import torch, flash_attn
+from flash_attn.flex_attention import flex_attention
+keys, slopes, pairs = (torch.empty(n, dtype=torch.bfloat16) for n in (424, 8, (424, 424)))
+q = [torch.empty(1, 8, 424, 128, dtype=torch.bfloat16) for _ in range(3)]
+flash_attn.prebuild_call(flex_attention, *q, lambda s, b, h, i, j: {}, archs="sm_90a")
+"""
+
+
+@pytest.mark.parametrize(("score", "is_in_exponent"), [
+    ("s + slopes[h] * (j - i)", True), ("s + pairs[i, j]", True), ("s + keys[j]", False), ("s + keys[i]", False),
+    ("s + pairs[i, j] + keys[j]", False), ("s + pairs[i, j] * slopes[h]", True)
+])  # fmt: skip
+def test_sums_that_load_of_queries_or_keys_are_no_exponents_of_the_forward(build, score, is_in_exponent):
+    (texts := build.folder / "texts").mkdir()
+    done = build(program=SUM.format(score), FOLDER=str(texts))
+    assert done.returncode == 0, done.stderr
+    assert f"#define FLEX_ADDS       {int(is_in_exponent)}\n" in (texts / "flex_mods.cuh").read_text()
+
+
 LOG = """flex_mods.cuh(23): error: identifier "lost" is undefined
       const float v5 = lost(v0);
                        ^
