@@ -1,10 +1,10 @@
 /* What the score_mod reads of the pairs of a thread and of their rows, in the backward on Hopper. Of a pair it is 16
  * bits, such as a bias of each query and key. There are three ways to it:
  *
- *   PAIRS_LATE    each where its score is computed
- *   PAIRS_EARLY   all loads go out before S = K Q^T begins
- *   PAIRS_SHARED  each warp copies the elements of its 16 keys to shared memory (pair_octets.cuh). Without a block mask
- *                 it does so a step ahead, and with one before S begins.
+ *   PAIRS_LATE    Each is loaded where its score is computed.
+ *   PAIRS_EARLY   All loads go out before S = K Q^T begins.
+ *   PAIRS_SHARED  Each warp copies the elements of its 16 keys to shared memory (pair_octets.cuh). Without a block mask
+ *                 it does so a step ahead. With one it does so before S begins.
  *
  * A step that loads where it computes waits for memory eight times, because ptxas has registers for a fourth of the
  * loads while S and dQ are on their way. */
@@ -44,6 +44,7 @@ struct packed_pairs {
     u32 two[S_REGS / 2];
     float rows[BLOCK_Q / 32];
 
+    DEVICE void load_next(const mods &, const pairs_of_warp &, int, bool) {}
     DEVICE void load_rows(const mods &mod, int q_tile) {
 #pragma unroll
         for (int n = 0; n < BLOCK_Q / 32; n++) rows[n] = mod.row(q_tile * BLOCK_Q + 32 * n + threadIdx.x % 32);
@@ -65,7 +66,6 @@ template <> struct loaded_pairs<PAIRS_EARLY> : packed_pairs {
         for (int i = 0; i < S_REGS; i++) raw[i] = mod.pair_bits(at.row + row_of(i), at.key + 8 * key_of(i));
         load_rows(mod, q_tile);
     }
-    DEVICE void load_next(const mods &, const pairs_of_warp &, int, bool) {}
     DEVICE void settle(const pairs_of_warp &) {
 #pragma unroll
         for (int i = 0; i < S_REGS / 2; i++) two[i] = raw[2 * i] | (u32)raw[2 * i + 1] << 16;

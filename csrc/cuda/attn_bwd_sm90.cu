@@ -41,13 +41,14 @@
  * up to 64 columns does not wait for these key tiles. The writer warp adds this share as well and brings the sum. The
  * converter makes dQ of the sum while the warpgroups are in the next work tile.
  *
- * This file has the steps of a warpgroup. Five headers have the rest:
+ * This file has the steps of a warpgroup. Six headers have the rest:
  *
  *   attn_bwd_memory.cuh     operands and barriers
  *   attn_bwd_writers.cuh    dQ, dK and dV to memory
  *   attn_bwd_tiles.cuh      work tiles and the producer warp; shared with attn_bwd_wide_sm90.cu
  *   attn_bwd_scores.cuh     work on registers; shared with attn_bwd_wide_sm90.cu
  *   attn_bwd_pairs.cuh      biases and the like of each pair
+ *   attn_bwd_dropout.cuh    which pairs dropout drops; shared with attn_bwd_wide_sm90.cu
  *
  * Specification: cpu/reference.c. Design and limits: backward.md. Measurements: measurements/backward.md. */
 #if !defined(HEAD_DIM) || !defined(D_V) || !defined(BLOCK_Q) || !defined(BLOCK_KV)

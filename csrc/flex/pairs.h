@@ -1,6 +1,7 @@
 /* A capture that a score_mod reads at [.., kv_idx], such as a bias of each query and key, has its elements of two keys
  * side by side. A thread of Hopper's forward has scores of keys 2 n and 2 n + 1, and one load brings what both
- * read. In eights, 16 aligned bytes, the elements come through shared memory (cuda/attn_fwd_pairs.cuh). */
+ * read. In eights, 16 aligned bytes, the elements come through shared memory (cuda/pair_octets.cuh), in the
+ * backward, too. */
 #ifndef FA_FLEX_PAIRS_H
 #define FA_FLEX_PAIRS_H
 

@@ -96,7 +96,8 @@ fa_status fa_flex_source(const fa_flex_program *score, const fa_flex_program *ma
     *out = NULL;
     if (derivative && !traits) return fa_fail(err, FA_ENOMEM, "no memory for the text of a program");
     const bool has_factors = derivative && has_factor(derivative, traits);
-    /* A backward that clears scores is faster in two passes: scores, then exponents (cuda/measurements/backward.md). */
+    /* A backward that clears scores is faster in two passes, scores, then exponents. Beside octets it has the registers
+     * for one (cuda/measurements/backward.md). */
     const bool wants_exponent =
         derivative ? !has_factors && (of.has_octets || !fa_clears_scores(score)) : of.has_exponent;
     const bool adds = score && wants_exponent && fa_is_sum_with_score(score);

@@ -372,14 +372,15 @@ static const fa_row quantize_rows[] = {
 const fa_quantize_columns *fa_quantize_row(int row) { return (const fa_quantize_columns *)quantize_rows[row].columns; }
 
 /* A list of files, with NULL at its end. NVRTC refuses a list that names a file twice. */
-#define FILES(...)     ((const char *const[]){__VA_ARGS__, NULL})
-#define PROBLEM_FILES  "cuda_problem.h", "sinks_params.h", "division.h"
-#define MASK_FILES     "walk.cuh", "mask.cuh", "integers.cuh"
-#define SCORE_FILES    "score.cuh", MASK_FILES
-#define PTX_FILES      "ptx_cluster.cuh", "ptx_launch.cuh", "ptx_sm80.cuh", "element.cuh"
-#define SM90_FILES     "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
-#define BWD_FILES      "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
-#define BWD_STEP_FILES "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "philox.cuh", "quads.cuh"
+#define FILES(...)    ((const char *const[]){__VA_ARGS__, NULL})
+#define PROBLEM_FILES "cuda_problem.h", "sinks_params.h", "division.h"
+#define MASK_FILES    "walk.cuh", "mask.cuh", "integers.cuh"
+#define SCORE_FILES   "score.cuh", MASK_FILES
+#define PTX_FILES     "ptx_cluster.cuh", "ptx_launch.cuh", "ptx_sm80.cuh", "element.cuh"
+#define SM90_FILES    "ptx_sm90.cuh", PTX_FILES, "tensor_map.h", "packed.cuh", SCORE_FILES
+#define BWD_FILES     "attn_bwd_slabs.cuh", "attn_bwd_params.h", SM90_FILES
+#define BWD_STEP_FILES \
+    "attn_bwd_scores.cuh", "attn_bwd_tiles.cuh", "attn_bwd_mods.cuh", "attn_bwd_dropout.cuh", "philox.cuh", "quads.cuh"
 #define BWD_MODS_FILES "attn_bwd_captures.cuh", "attn_bwd_pairs.cuh", "pair_octets.cuh"
 #define STEP_FILES \
     "attn_fwd_softmax.cuh", "attn_fwd_repeats.cuh", "attn_fwd_output.cuh", "philox.cuh", "quads.cuh", "sinks.cuh"
